@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_pipeoffload.cli.configuration import build, load_package, run_hydra_app
 from lightning_pipeoffload.cli.job_folders import (
     is_job_of_sweep,
-    name_folder_by_step,
+    name_folder_by_slurm_step,
     removing_unused_folder,
     run_job_apart,
 )
@@ -105,7 +105,7 @@ def _starts_its_ranks(trainer: Trainer) -> bool:
 
 def main() -> None:
     """Run the console script ``pipeoffload-train``."""
-    name_folder_by_step()
+    name_folder_by_slurm_step()
     run_hydra_app("train", train)
 
 

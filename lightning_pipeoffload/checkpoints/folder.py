@@ -276,7 +276,7 @@ class StoredFolder:
         if self._stamp() != self._written:
             raise RuntimeError(f"the checkpoint {self._path} was replaced while it was read")
         # Not torch's load, which warns of each read by a single rank.
-        planner = _CarefulPlanner(self._weights_only)
+        planner = _WeightsOnlyLoadPlanner(self._weights_only)
         planner.set_up_planner(flat, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -291,7 +291,7 @@ class StoredFolder:
         return status.st_ino, status.st_mtime_ns
 
 
-class _CarefulPlanner(DefaultLoadPlanner):
+class _WeightsOnlyLoadPlanner(DefaultLoadPlanner):
     """Fills a flat dict; unpickles as ``weights_only`` allows."""
 
     def __init__(self, weights_only: bool | None) -> None:

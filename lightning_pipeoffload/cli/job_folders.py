@@ -30,7 +30,7 @@ class SweepJobError(Exception):
     """A job of a sweep has failed."""
 
 
-def name_folder_by_step() -> None:
+def name_folder_by_slurm_step() -> None:
     """Name the folder by Slurm's job and step, where srun has started the ranks.
 
     Each rank composes the configuration by itself, at another second; a requeued job finds its

@@ -251,7 +251,7 @@ class LayoutSearch:
         """
         if planner is not None:
             self._traced = {planner.settings.tensor_parallel_size: planner}
-        self._free_settings()
+        self._unpin_settings()
         planners: dict[str, list[ModelPlanner]] = {}
         for times in _MORE:
             for optimizer in OPTIMIZERS:
@@ -264,7 +264,7 @@ class LayoutSearch:
         more = "" if self._only else ", or many more machines"
         return f"use a smaller model, batch or data type{more}"
 
-    def _free_settings(self) -> None:
+    def _unpin_settings(self) -> None:
         """Search all but sizes and the order of ranks from now on, by whole sequences."""
         self._num_slices = 1
         self._schedule, self._recomputes, self._has_sharding = "auto", RECOMPUTATIONS, False

@@ -163,7 +163,7 @@ class MetricCalls:
             self.traced_bytes = 0
 
     def stop(self, has_failed: bool) -> None:
-        """Stop to record; values that are still in use become the microbatch's own.
+        """Stop recording; values that are still in use become the microbatch's own.
 
         Args:
             has_failed: Whether the step has raised an error.
@@ -230,7 +230,7 @@ class MetricCalls:
         elif not self._update_apart(call, plain, args, kwargs):
             part.operands = tree_map(self._keep, (args, kwargs))
         if method in ("forward", "compute"):
-            return self._make_result_values(call, part)
+            return self._make_deferred_results(call, part)
         return None
 
     def _call_of(self, target: nn.Module, method: str) -> _Call:
@@ -308,7 +308,7 @@ class MetricCalls:
 
     # The microbatch's own value
 
-    def _make_result_values(self, call: _Call, part: _MicrobatchCall) -> Any:
+    def _make_deferred_results(self, call: _Call, part: _MicrobatchCall) -> Any:
         key = id(call.target), call.method
         if key not in self._result_templates:
             try:

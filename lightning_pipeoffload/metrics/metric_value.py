@@ -122,7 +122,7 @@ class MetricValue(Tensor):
         return self._own
 
     def make_final(self) -> None:
-        """Be the microbatch's own value from now on."""
+        """Compute the microbatch's own value, and drop the expression."""
         self.microbatch_value()
         self.expression = None
 

@@ -10,7 +10,7 @@ from .actions import (
     Kind,
     MemoryEffect,
     MemoryLimitError,
-    Part,
+    MemoryPart,
     ScheduleError,
 )
 from .build import SCHEDULES, build, check_name
@@ -65,7 +65,7 @@ __all__ = [
     "MemoryEffect",
     "MemoryLimitError",
     "OffloadReport",
-    "Part",
+    "MemoryPart",
     "Recipe",
     "Schedule",
     "ScheduleError",

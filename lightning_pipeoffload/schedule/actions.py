@@ -115,7 +115,7 @@ class Action(NamedTuple):
         return cls(Kind[match[2]], int(match[1]), int(match[3]))
 
 
-class Part(IntFlag):
+class MemoryPart(IntFlag):
     """A part of one stage's memory for one microbatch, by the action that needs it.
 
     Attributes:
@@ -129,12 +129,12 @@ class Part(IntFlag):
     GRADIENT = 4
 
 
-NOTHING = Part(0)
+NOTHING = MemoryPart(0)
 
-ACTIVATION = Part.FOR_B | Part.FOR_W
+ACTIVATION = MemoryPart.FOR_B | MemoryPart.FOR_W
 """What F saves."""
 
-WAITING = Part.FOR_W | Part.GRADIENT
+WAITING = MemoryPart.FOR_W | MemoryPart.GRADIENT
 """What W needs: there from the end of B on."""
 
 COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
@@ -163,11 +163,11 @@ class KindRow:
 
     lane: str = ""
     seconds: tuple[str, ...] = ()
-    needs: Part = NOTHING
-    puts: Part = NOTHING
-    drops: Part = NOTHING
-    host_puts: Part = NOTHING
-    host_drops: Part = NOTHING
+    needs: MemoryPart = NOTHING
+    puts: MemoryPart = NOTHING
+    drops: MemoryPart = NOTHING
+    host_puts: MemoryPart = NOTHING
+    host_drops: MemoryPart = NOTHING
     follows: tuple[Kind, ...] = ()
     rule: str = ""
 
@@ -177,10 +177,10 @@ KINDS: dict[Kind, KindRow] = {
     Kind.B: KindRow(
         COMPUTE_LANE,
         ("backward_input",),
-        needs=Part.FOR_B,
-        puts=Part.GRADIENT,
-        drops=Part.FOR_B,
-        host_drops=Part.FOR_B,
+        needs=MemoryPart.FOR_B,
+        puts=MemoryPart.GRADIENT,
+        drops=MemoryPart.FOR_B,
+        host_drops=MemoryPart.FOR_B,
         follows=(Kind.F, Kind.RELOAD, Kind.RELOAD_B),
         rule="B needs what is on the host; put FREE and RELOAD or RELOAD_B before it",
     ),
@@ -230,7 +230,7 @@ KINDS: dict[Kind, KindRow] = {
     Kind.RELOAD_B: KindRow(
         RELOAD_LANE,
         ("reload",),
-        puts=Part.FOR_B,
+        puts=MemoryPart.FOR_B,
         follows=(Kind.FREE,),
         rule="RELOAD_B brings back what FREE has dropped, for B; put FREE before it",
     ),
@@ -270,8 +270,8 @@ COPIES = frozenset(kind for kind, row in KINDS.items() if row.follows) - COMPUTE
 class MemoryEffect(NamedTuple):
     """The parts that an action adds to a memory, and those that it removes."""
 
-    puts: Part = NOTHING
-    drops: Part = NOTHING
+    puts: MemoryPart = NOTHING
+    drops: MemoryPart = NOTHING
 
 
 MEMORY_EFFECTS = {

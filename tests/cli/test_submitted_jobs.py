@@ -12,7 +12,7 @@ from submitit.slurm.slurm import SlurmJob
 from lightning_pipeoffload.cli.configuration import _errors_in_one_line, configuration_directory
 from lightning_pipeoffload.cli.job_folders import (
     SweepJobError,
-    name_folder_by_step,
+    name_folder_by_slurm_step,
     removing_unused_folder,
 )
 from lightning_pipeoffload.cli.submitted_jobs import QueueWatcher, SubmittedJobs
@@ -105,7 +105,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "pipeline"
 def test_a_folder_is_named_by_job_and_step(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    name_folder_by_step()
+    name_folder_by_slurm_step()
     assert os.environ.get("PIPEOFFLOAD_RUN") == expected
 
 

@@ -13,7 +13,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     MemoryEffect,
-    Part,
+    MemoryPart,
     Schedule,
     ScheduleError,
     add_final_actions,
@@ -69,7 +69,7 @@ def test_a_life_is_valid(life):
 @pytest.mark.parametrize("effects", [MEMORY_EFFECTS, HOST_EFFECTS])
 @pytest.mark.parametrize("life", LIVES)
 def test_a_life_takes_all_its_memory_back(life, effects):
-    there = Part(0)
+    there = MemoryPart(0)
     for name in life.split():
         effect = effects.get(Kind[name], MemoryEffect())
         there = there & ~effect.drops | effect.puts

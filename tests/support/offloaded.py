@@ -8,7 +8,7 @@ from functools import partial
 from lightning_pipeoffload.runtime.device import Lane, make_lanes
 from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
 from lightning_pipeoffload.runtime.run import ActivationMemory
-from lightning_pipeoffload.schedule import COPIES, Action, Kind, Part, Schedule, validate
+from lightning_pipeoffload.schedule import COPIES, Action, Kind, MemoryPart, Schedule, validate
 
 # what to insert before and after actions of some kinds
 Insertions = dict[Kind, tuple[str, str]]
@@ -35,7 +35,7 @@ def _surrounded(action, insertions):
     return [Action(Kind[name], action.stage, action.microbatch) for name in names]
 
 
-EVERYTHING_SAVED = Part.FOR_B | Part.FOR_W | Part.GRADIENT
+EVERYTHING_SAVED = MemoryPart.FOR_B | MemoryPart.FOR_W | MemoryPart.GRADIENT
 
 
 def there_and_back(store):

@@ -155,7 +155,7 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
         ValueError: No such container or block, several containers that are equally good, or one
             inside of a compiled module.
     """
-    _check_weights(module)
+    _refuse_torchscript_and_lazy(module)
     chain = _find_chain(module, name)
     chain.propose = partial(propose, module)
     _check_uncompiled(module, chain)
@@ -172,14 +172,14 @@ def chain_of_calls(module: nn.Module, names: Sequence[str]) -> BlockChain:
 
 def first_chain(module: nn.Module) -> BlockChain:
     """Return the chain if the user names none; an empty one if a traced step has to decide."""
-    _check_weights(module)
+    _refuse_torchscript_and_lazy(module)
     names = [path for path, _ in _best_containers(module)]
     if is_ambiguous(module, names[0] if len(names) == 1 else ""):
         return BlockChain("", {})
     return find_chain(module)
 
 
-def _check_weights(module: nn.Module) -> None:
+def _refuse_torchscript_and_lazy(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ValueError(

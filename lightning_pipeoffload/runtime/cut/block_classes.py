@@ -123,7 +123,7 @@ def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
     return {
         index: output
         for index, output in enumerate(record.outputs)
-        if record.shapes_suffice(index) and index not in alone
+        if record.output_shapes_suffice(index) and index not in alone
     }
 
 

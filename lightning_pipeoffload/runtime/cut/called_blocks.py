@@ -68,11 +68,11 @@ def _is_parametrization(part: nn.Module) -> bool:
 
 def count_parameters(module: nn.Module, names: Iterable[str]) -> tuple[int, int]:
     """Return the number of parameters of all modules but the largest, and of all."""
-    sizes = [_size(module, name) for name in names]
+    sizes = [_num_parameters(module, name) for name in names]
     return sum(sizes) - max(sizes), sum(sizes)
 
 
-def _size(module: nn.Module, name: str) -> int:
+def _num_parameters(module: nn.Module, name: str) -> int:
     return sum(parameter.numel() for parameter in module.get_submodule(name).parameters())
 
 
@@ -161,7 +161,7 @@ class CalledChains:
         for path, names in containers_in(self._module).items():
             called = self._in_order(name for name in names if name in self._calls)
             left = [name for name in names if name not in self._calls]
-            is_missing = is_whole and any(_size(self._module, name) for name in left)
+            is_missing = is_whole and any(_num_parameters(self._module, name) for name in left)
             if called and not is_missing and self._are_apart(called) and not _is_in(path, closed):
                 yield path, called
 

@@ -121,7 +121,7 @@ def _hooks(record: StepRecord, chain: BlockChain, module: nn.Module) -> Iterator
 
 
 def _obstacle_in(block: nn.Module, compile: bool, record: StepRecord, index: int) -> str:
-    if not record.shapes_suffice(index):
+    if not record.output_shapes_suffice(index):
         return "returns more than tensors, or puts some into an attribute, an argument or a hook"
     if compile or is_compiled(block):
         return "is compiled"
@@ -228,7 +228,7 @@ class _StepChecks:
 
     def _assumed(self) -> Iterator[str]:
         for block, line in self._record.assumed.items():
-            if block >= self._last_start or self._record.shapes_suffice(block):
+            if block >= self._last_start or self._record.output_shapes_suffice(block):
                 continue
             what = (
                 "puts into an attribute, an argument or a hook what is used after it"

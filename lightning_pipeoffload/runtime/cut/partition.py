@@ -112,7 +112,7 @@ class Stage:
         if not point.is_in_block:
             return point.segment <= max(self.segments)
         is_reached = record.calls.is_reached(point.segment, self.blocks.stop)
-        runs_remote = is_reached and not record.shapes_suffice(point.segment)
+        runs_remote = is_reached and not record.output_shapes_suffice(point.segment)
         return point.segment in self.blocks or runs_remote
 
 

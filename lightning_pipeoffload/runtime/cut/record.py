@@ -138,7 +138,7 @@ class StepRecord(RecordPart):
             return ""
         return _DERIVED.format([*self.lengths])
 
-    def shapes_suffice(self, block: int) -> bool:
+    def output_shapes_suffice(self, block: int) -> bool:
         """Return whether later stages need only the shapes of a block's output."""
         return self.is_template(block) and block not in self.opened
 
@@ -149,7 +149,7 @@ class StepRecord(RecordPart):
     def may_call_kernels(self) -> bool:
         """Return whether stages run code that calls :attr:`kernels` without values."""
         before = [point for point in self.kernels if point.segment < self.calls.num_blocks]
-        return any(not (p.is_in_block and self.shapes_suffice(p.segment)) for p in before)
+        return any(not (p.is_in_block and self.output_shapes_suffice(p.segment)) for p in before)
 
     def carried_over(self, block: int) -> list[CarriedValue]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
@@ -208,7 +208,7 @@ class StageRecord:
             of what an F does for such a block, and late stages of a deep model have many of them.
         seed_segment: Seeds the global generators that the step draws from.
         may_call_kernels: Whether it may call kernels that take addresses on shape-only tensors.
-        shapes_suffice: For each call, whether later stages need only the shapes of its output.
+        output_shapes_suffice: Whether later stages need only shapes, by call.
     """
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:
@@ -231,4 +231,4 @@ class StageRecord:
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.seed_segment = segment_seeder(step.draws.outside_torch)
         self.may_call_kernels = step.may_call_kernels()
-        self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]
+        self.output_shapes_suffice = [step.output_shapes_suffice(block) for block in self.calls]

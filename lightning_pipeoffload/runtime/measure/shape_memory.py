@@ -68,7 +68,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     mark_at_once,
 )
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
-from lightning_pipeoffload.schedule import Kind, Part
+from lightning_pipeoffload.schedule import Kind, MemoryPart
 
 
 class _ShapeStore(ActivationStore):
@@ -81,7 +81,7 @@ class _ShapeStore(ActivationStore):
     num_alike = 1
 
     @override
-    def _keep(self, tensor: Tensor, part: Part) -> SavedTensor:
+    def _keep(self, tensor: Tensor, part: MemoryPart) -> SavedTensor:
         index = self._num_storages
         saved = super()._keep(tensor, part)
         if self._num_storages > index:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
-from lightning_pipeoffload.schedule import Kind, Part
+from lightning_pipeoffload.schedule import Kind, MemoryPart
 
 
 class KeptForLater(NamedTuple):
@@ -72,7 +72,7 @@ class SavedMemory:
         if store and self.is_due:
             self.for_later = KeptForLater(*map(max, self.for_later, for_later or self.for_later))
             self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
-            for_w = store.saved_bytes(Part.FOR_W)
+            for_w = store.saved_bytes(MemoryPart.FOR_W)
             self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
 
     def add_for_later(self, kept: KeptForLater, times: int) -> None:

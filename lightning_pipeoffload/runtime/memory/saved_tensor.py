@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
-from lightning_pipeoffload.schedule import Part
+from lightning_pipeoffload.schedule import MemoryPart
 
 _VIEWS = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
@@ -100,7 +100,7 @@ class SavedStorage:
         start: The first byte in the slab that it is copied to.
     """
 
-    def __init__(self, tensor: Tensor, part: Part) -> None:
+    def __init__(self, tensor: Tensor, part: MemoryPart) -> None:
         storage = tensor.untyped_storage()
         self.num_bytes = storage.nbytes()
         self.part = part

@@ -47,13 +47,13 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
 )
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputStore
-from lightning_pipeoffload.schedule import Part
+from lightning_pipeoffload.schedule import MemoryPart
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
-_ALL = Part.FOR_B | Part.FOR_W | Part.GRADIENT
+_ALL = MemoryPart.FOR_B | MemoryPart.FOR_W | MemoryPart.GRADIENT
 _ALIGNMENT = 64
 
-HostBytes = dict[Part, int]
+HostBytes = dict[MemoryPart, int]
 """The most bytes of the host that each part of a stage's saved tensors has needed so far."""
 
 
@@ -100,7 +100,7 @@ class _Copied:
     ``copied`` and ``loaded`` are the events at the end of these copies.
     """
 
-    part: Part
+    part: MemoryPart
     storages: Sequence[SavedStorage]
     slab: Slab
     copied: Any
@@ -150,15 +150,15 @@ class ActivationStore(WeightInputStore):
             yield
 
     def pack(self, tensor: Tensor) -> Saved:
-        return self._pack(tensor, Part.FOR_B)
+        return self._pack(tensor, MemoryPart.FOR_B)
 
     @override
     def pack_weight_input(self, x: Tensor) -> Saved:
-        return self._pack(x, Part.FOR_W)
+        return self._pack(x, MemoryPart.FOR_W)
 
     def keep_for_weight(self, tensor: Tensor) -> Fetch:
         """Store an output gradient until W; return a function that returns it to W."""
-        return partial(self.unpack, self._pack(tensor, Part.GRADIENT))
+        return partial(self.unpack, self._pack(tensor, MemoryPart.GRADIENT))
 
     @override
     def unpack(self, packed: Saved) -> Tensor:
@@ -176,10 +176,10 @@ class ActivationStore(WeightInputStore):
     def relabel_for_w(self) -> None:
         """After B, count the tensors that are still in use as needed for W."""
         for storage in self._storages.values():
-            if storage.part == Part.FOR_B:
-                storage.part = Part.GRADIENT
+            if storage.part == MemoryPart.FOR_B:
+                storage.part = MemoryPart.GRADIENT
 
-    def saved_bytes(self, parts: Part = _ALL) -> int:
+    def saved_bytes(self, parts: MemoryPart = _ALL) -> int:
         """Bytes of some parts, on the device or the host."""
         return sum(s.num_bytes for s in list(self._storages.values()) if s.part in parts)
 
@@ -189,7 +189,7 @@ class ActivationStore(WeightInputStore):
         on_device = sum(storage.num_bytes for storage in self._on_device())
         return Held(on_device, moving + _num_bytes(self._on_host), moving)
 
-    def _pack(self, tensor: Tensor, part: Part) -> Saved:
+    def _pack(self, tensor: Tensor, part: MemoryPart) -> Saved:
         if type(tensor) not in _PLAIN:
             if isinstance(tensor, DTensor):
                 return SavedShard(self._pack(tensor._local_tensor, part), tensor)
@@ -197,11 +197,11 @@ class ActivationStore(WeightInputStore):
                 return SavedShape(self._saved(tensor.meta, tensor, part), tensor)
         return self._saved(tensor, tensor, part)
 
-    def _saved(self, plain: Tensor, tensor: Tensor, part: Part) -> Saved:
+    def _saved(self, plain: Tensor, tensor: Tensor, part: MemoryPart) -> Saved:
         """Save ``plain``: the tensor itself, or the meta tensor of a shape-only one."""
         if self._stays(plain):
             return Resident(plain)
-        parameter = None if part == Part.GRADIENT else cast_parameter(tensor)
+        parameter = None if part == MemoryPart.GRADIENT else cast_parameter(tensor)
         if parameter is None:
             return self._keep(plain, part)
         return Cast(parameter, tensor) if plain is tensor else Resident(plain)
@@ -221,14 +221,14 @@ class ActivationStore(WeightInputStore):
             return True
         return address_of(tensor) in self._resident
 
-    def _keep(self, tensor: Tensor, part: Part) -> SavedTensor:
+    def _keep(self, tensor: Tensor, part: MemoryPart) -> SavedTensor:
         address = address_of(tensor)
         storage = self._by_address.get(address)
         if storage is None:
             storage = self._by_address[address] = SavedStorage(tensor, part)
             self._storages[self._num_storages] = storage
             self._num_storages += 1
-        if part == Part.FOR_B:
+        if part == MemoryPart.FOR_B:
             storage.part = part
         return SavedTensor(storage, tensor)
 
@@ -286,7 +286,7 @@ class ActivationStore(WeightInputStore):
         self._offloading = []
         self._by_address.clear()  # another storage may get a freed address
 
-    def reload(self, parts: Part) -> None:
+    def reload(self, parts: MemoryPart) -> None:
         """Allocate device memory for offloaded storages of ``parts``; start to copy them back."""
         lane = self._settings.lanes.h2d
         with self._named():
@@ -301,7 +301,7 @@ class ActivationStore(WeightInputStore):
                 group.loaded = lane.mark()
                 self._reloading.append(group)
 
-    def arrive(self, parts: Part) -> None:
+    def arrive(self, parts: MemoryPart) -> None:
         """Make the compute lane wait for copies back, and return the host memory to the pool."""
         with self._named():
             for group in [group for group in self._reloading if group.part in parts]:
@@ -321,8 +321,8 @@ class ActivationStore(WeightInputStore):
             group.slab.release()
         self._offloading, self._on_host, self._reloading = [], [], []
 
-    def _by_part(self) -> list[tuple[Part, list[SavedStorage]]]:
-        by_part = [(part, [s for s in self._on_device() if s.part == part]) for part in Part]
+    def _by_part(self) -> list[tuple[MemoryPart, list[SavedStorage]]]:
+        by_part = [(part, [s for s in self._on_device() if s.part == part]) for part in MemoryPart]
         return [(part, storages) for part, storages in by_part if storages]
 
     @contextmanager

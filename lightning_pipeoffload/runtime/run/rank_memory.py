@@ -37,7 +37,7 @@ from lightning_pipeoffload.schedule import (
     RELOADS,
     WAITING,
     Action,
-    Part,
+    MemoryPart,
 )
 from lightning_pipeoffload.schedule.simulation import key_value_changes
 
@@ -156,7 +156,7 @@ class ActivationMemory:
         self.offloads = False
         self._measures_all = False
         self.settings = settings
-        self._there: dict[_Key, Part] = {}
+        self._there: dict[_Key, MemoryPart] = {}
         self.ledger = Ledger(self._measured_after, self._kept_for_later)
         self._num_slices = 1
         self._stages: Mapping[int, StageRunner] = {}
@@ -294,13 +294,13 @@ class ActivationMemory:
 
 def _slabs(
     actions: Sequence[Action], host_bytes: Mapping[int, HostBytes]
-) -> Iterator[tuple[tuple[int, int, Part], int]]:
+) -> Iterator[tuple[tuple[int, int, MemoryPart], int]]:
     """Yield the slabs of a rank's actions in order, as :meth:`HostMemory.reserve` reads them."""
-    on_device: defaultdict[_Key, Part] = defaultdict(lambda: NOTHING)
+    on_device: defaultdict[_Key, MemoryPart] = defaultdict(lambda: NOTHING)
     for kind, stage, microbatch in actions:
         key, row = (stage, microbatch), KINDS[kind]
         copied = on_device[key] & row.host_puts
-        for part in Part:
+        for part in MemoryPart:
             if part & (copied | row.host_drops):
                 yield (*key, part), host_bytes.get(stage, {}).get(part, 0) if part & copied else 0
         on_device[key] = (on_device[key] | row.puts) & ~row.drops

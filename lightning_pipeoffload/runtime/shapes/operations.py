@@ -95,10 +95,10 @@ def is_foreach(func: torch._ops.OpOverload) -> bool:
 
 def goes_member_by_member(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an operation is a foreach operation that :func:`run_members` has to run."""
-    return is_foreach(func) and (_num_members(args) > 1 or func.overloadpacket is _NORM)
+    return is_foreach(func) and (_num_foreach_tensors(args) > 1 or func.overloadpacket is _NORM)
 
 
-def _num_members(args: tuple[Any, ...]) -> int:
+def _num_foreach_tensors(args: tuple[Any, ...]) -> int:
     return len(next(value for value in args if isinstance(value, (list, tuple))))
 
 
@@ -119,7 +119,7 @@ def run_members(
     Returns:
         The results of the members in order; None if the operation returns nothing.
     """
-    count = _num_members(args)
+    count = _num_foreach_tensors(args)
     members = [_entries_at((args, kwargs), [index]) for index in range(count)]
     shapes = [index for index, member in enumerate(members) if is_shape(member)]
     real = [index for index in range(count) if index not in set(shapes)]

@@ -287,7 +287,7 @@ class StagePass:
     def _remote_output(
         self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        suffices = self._record.shapes_suffice[call]
+        suffices = self._record.output_shapes_suffice[call]
         output = self._step_record.outputs[call]
         if not suffices:
             output = self._computed_output(output, index, args, kwargs)

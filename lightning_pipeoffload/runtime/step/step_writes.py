@@ -351,7 +351,7 @@ class StepWrites:
             value, old = space.get(name, GONE), before.get(name, GONE)
             if value is old or (is_buffers and Attribute(child, name) not in self._in_place):
                 continue
-            if name in before or not _is_made_once(value):
+            if name in before or not _is_flag_or_cache(value):
                 yield (child, is_buffers), name, value, old
             else:
                 self._made_once[id(child), name] = (child, is_buffers), value
@@ -511,16 +511,16 @@ def _read_in_backward(variable: Variable) -> str:
     )
 
 
-def _is_made_once(value: Any) -> bool:
+def _is_flag_or_cache(value: Any) -> bool:
     """Whether a new attribute serves all later passes: a flag that hooks are registered, a cache.
 
     Each stage would make it again, and register the hooks again. A new number or tensor may be a
     count, and each stage has to draw from a generator.
     """
-    return isinstance(value, bool) or not _goes_on(value)
+    return isinstance(value, bool) or not _is_counter_or_generator(value)
 
 
-def _goes_on(value: Any) -> bool:
+def _is_counter_or_generator(value: Any) -> bool:
     return isinstance(value, _COUNTS) or is_iterator(value) or is_generator(value)
 
 

@@ -27,7 +27,7 @@ from ..actions import (
     Action,
     Kind,
     MemoryLimitError,
-    Part,
+    MemoryPart,
     ScheduleError,
 )
 from ..costs import COMPUTE_TIMES, Costs
@@ -409,7 +409,7 @@ class _Paging:
         return True
 
     def _next_use(self, place: _Place) -> int:
-        kind = Kind.W if self._device[place] & Part.GRADIENT else Kind.B
+        kind = Kind.W if self._device[place] & MemoryPart.GRADIENT else Kind.B
         return self._index[Action(kind, *place)]
 
 

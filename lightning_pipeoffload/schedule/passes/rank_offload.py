@@ -27,7 +27,7 @@ from ..actions import (
     WAITING,
     Action,
     Kind,
-    Part,
+    MemoryPart,
 )
 from ..costs import Costs
 from ..schedule import Schedule
@@ -106,7 +106,7 @@ def _routes(
     """
     activation = sizes[ACTIVATION]
 
-    def leg(kind: Kind, parts: Part, ready: float, due: float) -> _Leg:
+    def leg(kind: Kind, parts: MemoryPart, ready: float, due: float) -> _Leg:
         share = _share(sizes[parts], activation)
         seconds = back if kind in RELOADS else there
         return _Leg(backward.action._replace(kind=kind), seconds * share, ready, due)
@@ -117,11 +117,11 @@ def _routes(
     if backward.action.kind is Kind.BW:
         yield away, whole
         return
-    for_b = leg(Kind.RELOAD_B, Part.FOR_B, saved, backward.start)
+    for_b = leg(Kind.RELOAD_B, MemoryPart.FOR_B, saved, backward.start)
     queue = leg(Kind.RELOAD_W, WAITING, *between)
-    yield away, for_b, leg(Kind.OFFLOAD_W, Part.GRADIENT, *between), queue
-    if sizes[Part.FOR_W]:
-        yield away, for_b, leg(Kind.RELOAD_W, Part.FOR_W, *between)
+    yield away, for_b, leg(Kind.OFFLOAD_W, MemoryPart.GRADIENT, *between), queue
+    if sizes[MemoryPart.FOR_W]:
+        yield away, for_b, leg(Kind.RELOAD_W, MemoryPart.FOR_W, *between)
     yield away, whole
     yield leg(Kind.OFFLOAD_W, WAITING, *between), queue
 

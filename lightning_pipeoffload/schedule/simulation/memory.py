@@ -17,7 +17,7 @@ from ..actions import (
     Action,
     Kind,
     MemoryEffect,
-    Part,
+    MemoryPart,
     ScheduleError,
 )
 from ..costs import Costs
@@ -127,11 +127,11 @@ def _check_weight_input(activation: float, weight_input: float, residue: float) 
 
 def _sizes_of_unit(activation: float, weight_input: float, residue: float) -> PartSizes:
     sizes = {
-        Part.FOR_B: activation - weight_input,
-        Part.FOR_W: weight_input,
-        Part.GRADIENT: residue - weight_input,
+        MemoryPart.FOR_B: activation - weight_input,
+        MemoryPart.FOR_W: weight_input,
+        MemoryPart.GRADIENT: residue - weight_input,
     }
-    every_set = range(sum(Part) + 1)
+    every_set = range(sum(MemoryPart) + 1)
     return [sum(size for part, size in sizes.items() if part & parts) for parts in every_set]
 
 

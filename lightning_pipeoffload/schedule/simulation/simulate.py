@@ -24,7 +24,7 @@ from ..actions import (
     MEMORY_EFFECTS,
     Action,
     Kind,
-    Part,
+    MemoryPart,
 )
 from ..costs import Costs
 from ..passes.last_weights import tails
@@ -138,7 +138,7 @@ class Simulation:
             row = KINDS[kind]
             started = (Action(other, stage, microbatch) for other in waits_for[kind])
             waits = tuple(
-                (place[copy], 0.0 if row.needs & Part.FOR_W else for_w.get(copy, 0.0))
+                (place[copy], 0.0 if row.needs & MemoryPart.FOR_W else for_w.get(copy, 0.0))
                 for copy in started
                 if place.get(copy, n) < n
             )

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, Part, ScheduleError
+from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, MemoryPart, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule, stages_on
 from .plan_problem import IntegerCosts, StartTimes, earliest_end, earliest_starts, most_work
@@ -191,7 +191,7 @@ class _ActionVariables:
     def _action(self, kind: Kind) -> Action:
         return Action(kind, *self._place)
 
-    def _size_of(self, part: Part) -> int:
+    def _size_of(self, part: MemoryPart) -> int:
         return self._whole.sizes[self.stage][part]
 
     def _has(self, kind: Kind) -> bool:
@@ -203,7 +203,7 @@ class _ActionVariables:
         queued = model.flag(self._has(Kind.OFFLOAD_W))
         in_parts = whole_queue = model.both(away, queued)
         back = queued
-        if self._size_of(Part.FOR_W):
+        if self._size_of(MemoryPart.FOR_W):
             in_parts = model.both(away, model.flag(self._has(Kind.RELOAD_B)))
             model.model.add_implication(whole_queue.now, in_parts.now)
             back = model.either(in_parts, queued)
@@ -211,14 +211,14 @@ class _ActionVariables:
         self.in_parts = in_parts
         self.offload = self._copy(Kind.OFFLOAD, away, ends[Kind.F], (there[ACTIVATION],) * 2)
         kind = Kind.RELOAD_B if self._has(Kind.RELOAD_B) else Kind.RELOAD
-        ticks = here[ACTIVATION], here[Part.FOR_B]
+        ticks = here[ACTIVATION], here[MemoryPart.FOR_B]
         self.reload = self._copy(kind, away, self.offload.end, ticks, in_parts)
-        ticks = there[WAITING], there[Part.GRADIENT]
+        ticks = there[WAITING], there[MemoryPart.GRADIENT]
         self.queue = self._copy(Kind.OFFLOAD_W, queued, ends[Kind.B], ticks, away)
-        ticks = here[Part.FOR_W], here[WAITING]
+        ticks = here[MemoryPart.FOR_W], here[WAITING]
         self.rest = self._copy(Kind.RELOAD_W, back, ends[Kind.B], ticks, queued)
         # B waits only for its own part, which is copied back first.
-        model.after(begins[Kind.B], self.reload.start.plus(here[Part.FOR_B]), away)
+        model.after(begins[Kind.B], self.reload.start.plus(here[MemoryPart.FOR_B]), away)
         model.after(begins[Kind.W], self.reload.end, away)
         model.after(self.rest.begin, self.queue.end, queued)
         model.after(begins[Kind.W], self.rest.end, back)
@@ -274,8 +274,8 @@ class _ActionVariables:
         """Yield when each part is on the device."""
         model, away, queued = self._model, self.offload.flag, self.queue.flag
         start, end = self.begins[Kind.F], self.ends[Kind.W]
-        for_b, for_w = self._size_of(Part.FOR_B), self._size_of(Part.FOR_W)
-        gradient = self._size_of(Part.GRADIENT)
+        for_b, for_w = self._size_of(MemoryPart.FOR_B), self._size_of(MemoryPart.FOR_W)
+        gradient = self._size_of(MemoryPart.GRADIENT)
         # B changes what is there at its end, unless it adds more than it drops.
         b = (self.begins if gradient > for_b else self.ends)[Kind.B]
         if for_b:

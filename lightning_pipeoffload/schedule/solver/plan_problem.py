@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import floor, gcd, inf
 
-from ..actions import ACTIVATION, COMPUTE_LANE, COPIES, KINDS, WAITING, Action, Kind, Part
+from ..actions import ACTIVATION, COMPUTE_LANE, COPIES, KINDS, WAITING, Action, Kind, MemoryPart
 from ..costs import Costs
 from ..schedule import Schedule, stages_on
 from ..search.problem import ROUNDING
@@ -273,10 +273,10 @@ class IntegerCosts:
         if kind is Kind.OFFLOAD:
             return self.offload[stage][ACTIVATION]
         if kind is Kind.OFFLOAD_W:
-            return self.offload[stage][Part.GRADIENT if Kind.OFFLOAD in copies else WAITING]
+            return self.offload[stage][MemoryPart.GRADIENT if Kind.OFFLOAD in copies else WAITING]
         if kind is Kind.RELOAD_W:
-            return self.reload[stage][WAITING if Kind.OFFLOAD_W in copies else Part.FOR_W]
-        return self.reload[stage][Part.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
+            return self.reload[stage][WAITING if Kind.OFFLOAD_W in copies else MemoryPart.FOR_W]
+        return self.reload[stage][MemoryPart.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
 
     def in_ticks(self, costs: Costs) -> Costs:
         """Return the times, with the lanes and links of other costs."""
@@ -290,7 +290,7 @@ class IntegerCosts:
 
     def is_tight(self, rank: int, num_microbatches: int) -> bool:
         """Whether a rank's limit keeps it from having all of a step at a time."""
-        most = sum(self.sizes[stage][sum(Part)] for stage in stages_on(self.placement, rank))
+        most = sum(self.sizes[stage][sum(MemoryPart)] for stage in stages_on(self.placement, rank))
         return self.limit is not None and most * num_microbatches > self.limit
 
 
@@ -374,7 +374,7 @@ class StartTimes:
             if KINDS[kind].lane
         }
         for_w = {
-            action: seconds - whole.reload[action.stage][Part.FOR_B]
+            action: seconds - whole.reload[action.stage][MemoryPart.FOR_B]
             for action, seconds in ticks.items()
             if action.kind is Kind.RELOAD
         }

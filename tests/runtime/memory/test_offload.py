@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.memory import (
 )
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.run import ActivationMemory
-from lightning_pipeoffload.schedule import Costs, Part, build
+from lightning_pipeoffload.schedule import Costs, MemoryPart, build
 from lightning_pipeoffload.schedule.passes import offload_activations
 from lightning_pipeoffload.schedule.simulation import peak_host_memory, peak_memory
 from tests.support.in_process import InProcessPipeline
@@ -136,8 +136,8 @@ def test_a_reload_waits_for_its_own_offload_though_nobody_else_has():
     saved = store.pack(tensor)
     for step in (store.offload, store.free):
         step()
-    store.reload(Part.FOR_B)
-    store.arrive(Part.FOR_B)
+    store.reload(MemoryPart.FOR_B)
+    store.arrive(MemoryPart.FOR_B)
     assert torch.equal(store.unpack(saved), tensor)
 
 
@@ -229,7 +229,7 @@ def test_after_an_error_memory_is_given_back_once_its_copies_are_waited_for():
     kept = [store.pack(tensors[0]), store.pack_weight_input(tensors[1])]
     store.offload()
     store.free()
-    store.reload(Part.FOR_B)
+    store.reload(MemoryPart.FOR_B)
     memory.abandon()
     assert (lanes.h2d.num_late, lanes.d2h.num_late) == (1, 2)
     num_allocations = memory.settings.host.num_allocations
