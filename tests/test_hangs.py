@@ -78,10 +78,10 @@ class AllThatMayCome(OpenReceives):
     def begin(self, action):
         pass
 
-    def reach(self, receive):
+    def mark_reached(self, receive):
         self._post_all()
 
-    def until(self, receive):
+    def receives_up_to(self, receive):
         yield receive
 
     def _post_all(self):

@@ -6,9 +6,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_pipeoffload.runtime.batch import batch_size, split_batch
+from lightning_pipeoffload.runtime.batch import batch_size
 from tests.support import fits
 from tests.support.pairs import slow
+from tests.support.small_modules import split_batch
 
 START, NUM_BATCHES = 2.0**14, 5
 
