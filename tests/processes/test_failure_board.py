@@ -1,7 +1,6 @@
 """How a rank that has failed leaves, seen from inside its process."""
 
 import threading
-import time
 from datetime import timedelta
 from queue import Queue
 from unittest.mock import Mock, call
@@ -128,14 +127,17 @@ def test_the_first_rank_to_know_decides_for_all(monkeypatch, decided):
     assert board.report(ValueError("alike"), "", 1) == decided
 
 
+def halt(*_):
+    """Stay for ever: a thread that went on after a test would end pytest's own process."""
+    threading.Event().wait()
+
+
 def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     ended = Queue()
-    monkeypatch.setattr(
-        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
-    )
+    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
     monkeypatch.setattr(failure_board, "_LAST_POLL_SECONDS", 0)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()), timedelta(seconds=0.5))
-    silent = Mock(check=lambda keys: time.sleep(1000))
+    silent = Mock(check=halt)
     board.connect(silent)
     assert ended.get(timeout=1000) == 1
     board.stop()
@@ -166,9 +168,7 @@ def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, en
 
 def test_a_thread_that_dies_ends_the_process(monkeypatch):
     ended = Queue()
-    monkeypatch.setattr(
-        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
-    )
+    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
     store = HashStore()
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
     board.add_poll(lambda store: store.nothing_like_this())
@@ -185,9 +185,7 @@ GARBAGE = [b"\xff\xfe", b" ", b"1 0", b"0 0 nothing", b"70000 0 all", b"-1 1 x"]
 def test_a_failure_that_no_rank_has_written_ends_the_process(monkeypatch, value, when):
     """Else its thread would end, and the run would go on without anyone to watch it."""
     ended, said = Queue(), []
-    monkeypatch.setattr(
-        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
-    )
+    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
     monkeypatch.setattr(failure_board, "say", said.append)
     plain = HashStore()
     plain.set("failure", value)
