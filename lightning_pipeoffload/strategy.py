@@ -440,24 +440,24 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        seed = self._begin_entry()
+        entry = self._next_entry()
         split = self._enter_split()
+        self._continued = entry._replace(first_batch=split.cutter.first_batch)
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         run = trainer, split, self.processes, self.cluster_environment, self._making
-        self._fit = Fit(*run, seed, self._resumed, self._at_end, self._after_hooks)
+        assert entry.seed is not None
+        self._fit = Fit(*run, entry.seed, self._resumed, self._at_end, self._after_hooks)
         if self._fits:
             self.setup_optimizers(trainer)
         if self.world_size > 1:
             refuse_differences(self._described(split), self.group.world.host_group)
         self.setup_precision_plugin()
 
-    def _begin_entry(self) -> int:
-        """Return the seed of an entry's steps: drawn, or that of the fit that is resumed."""
+    def _next_entry(self) -> Continued:
+        """Return what an entry begins with: a seed that is drawn, or that of a resumed fit."""
         self.agree_on_randomness()
         with forked_randomness():  # the user's generators give what they give on one device
-            self._continued = self._continued.next(draw_seed(), self._resumed)
-        assert self._continued.seed is not None
-        return self._continued.seed
+            return self._continued.next(draw_seed(), self._resumed)
 
     def _enter_split(self) -> Split:
         """Cut the module, or return to the cut of an entry before."""
@@ -479,7 +479,6 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         self._at_end.callback(split.leave)
         if self._resumed is not None:
             split.cutter.resume(self._resumed.first_batch)
-        self._continued = self._continued._replace(first_batch=split.cutter.first_batch)
         return split
 
     def _described(self, split: Split) -> dict[str, str]:
@@ -606,7 +605,9 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only, self._fits)
+        torch.cuda.empty_cache()  # as Lightning's own does
+        io = self.checkpoint_io
+        checkpoint = read_checkpoint(checkpoint_path, io, weights_only, lambda: self._fits)
         self._loaded = Continued.read_from(checkpoint)
         return checkpoint
 

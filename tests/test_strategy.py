@@ -2,6 +2,7 @@
 
 import gc
 import json
+import pickle
 import weakref
 
 import lightning as L
@@ -173,6 +174,22 @@ def test_nothing_of_a_fit_is_left_when_nobody_has_it(tmp_path, monkeypatch):
     group = _group_of_a_fit()
     gc.collect()
     assert group() is None
+
+
+def test_a_trainer_whose_setup_has_failed_can_be_saved_and_used():
+    trainer = fits.trainer(1, max_steps=1, limit_val_batches=0)
+    without_blocks = fits.Net()
+    del without_blocks.blocks
+    with pytest.raises(ValueError, match="blocks"):
+        trainer.fit(without_blocks, fits.loader())
+    pickle.dumps(trainer)
+    trainer.fit(fits.Net(), fits.loader())
+    assert trainer.global_step == 1
+
+
+def test_a_checkpoint_can_be_read_before_there_is_a_module(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
+    assert PipeOffloadStrategy().load_checkpoint(tmp_path / "a.ckpt") == {"state_dict": {}}
 
 
 def test_a_trainer_that_gets_another_module_lets_go_of_the_first():

@@ -6,7 +6,7 @@ The states of module and optimizers are in ``split_state.py``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -58,6 +58,10 @@ class Continued(NamedTuple):
             return Continued(resumed.seed, num_entries=resumed.num_entries)
         num_entries = self.num_entries + 1  # a second fit from the same state has other numbers
         return Continued(mix_seed(drawn, num_entries), num_entries=num_entries)
+
+    def state_of(self, replica: int, num_replicas: int) -> dict[str, Any] | None:
+        """Return what the reader of a replica had read; the first one's if there were others."""
+        return self.read[replica if len(self.read) == num_replicas else 0] if self.read else None
 
     @classmethod
     def read_from(cls, checkpoint: Mapping[str, Any]) -> Continued:
@@ -113,15 +117,15 @@ def _write_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) 
 
 
 def read_checkpoint(
-    path: str | Path, io: CheckpointIO, weights_only: bool | None, fits: bool
+    path: str | Path, io: CheckpointIO, weights_only: bool | None, fits: Callable[[], bool]
 ) -> dict[str, Any]:
     """Read a file or a folder, whose values are read when they are used.
 
-    ``fits`` says whether the optimizers' states are needed.
+    ``fits`` says of a folder whether the optimizers' states are needed.
     """
     folder = Path(present(path))
     if not is_checkpoint_folder(folder):
         refuse_incomplete_folder(folder)
         return io.load_checkpoint(path, weights_only=weights_only)
     rest = io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-    return read_checkpoint_folder(folder, rest, weights_only, fits)
+    return read_checkpoint_folder(folder, rest, weights_only, fits())

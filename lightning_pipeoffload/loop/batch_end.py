@@ -48,7 +48,6 @@ class BatchEnd:
     Attributes:
         stop: Stops all ranks; None on one rank, and in an evaluation.
         clocks: Decides what goes by the clock; None as above.
-        requeue: Saves and requeues the fit under Slurm; None elsewhere.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class BatchEnd:
         self._trainer, self._split = trainer, split
         self._exchange, self._boundary = exchange, boundary
         self._trains = trainer.state.fn == TrainerFn.FITTING
-        self.stop = self.clocks = self._arrivals = self.requeue = None
+        self.stop = self.clocks = self._arrivals = self._requeue = None
         group, board = split.group, processes.board
         if board is not None and self._trains:
             assert processes.metrics_store is not None
@@ -75,9 +74,9 @@ class BatchEnd:
                 self._arrivals = Arrivals(processes.metrics_store, group)
                 board.add_poll(self._arrivals.poll)
         if requeues(environment):
-            self.requeue = Requeue(trainer, environment)
+            self._requeue = Requeue(trainer, environment, at_end)
             if board is not None:
-                board.add_poll(self.requeue.poll)
+                board.add_poll(self._requeue.poll)
 
     def _options(self) -> StepOptions | None:
         """Return what decides the optimizers' steps; None: nothing is trained."""
@@ -105,8 +104,8 @@ class BatchEnd:
             if self.stop is not None:
                 self.stop.end_batch(wants_stop, of_all.stops)
             plans.receive(of_all)
-        if self.requeue is not None:
-            self.requeue.end_batch()
+        if self._requeue is not None:
+            self._requeue.end_batch()
 
     def _wants_stop(self) -> bool:
         return self.stop is not None and self.stop.wants_stop()
@@ -135,8 +134,8 @@ class BatchEnd:
 
     def end_training(self) -> None:
         """Save and requeue if that is still to be done, after the last batch."""
-        if self.requeue is not None:
-            self.requeue.end_training(self._split.group)
+        if self._requeue is not None:
+            self._requeue.end_training(self._split.group)
 
     def _flush(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""

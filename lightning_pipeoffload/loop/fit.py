@@ -100,13 +100,11 @@ class Fit:
         self._precision = trainer.precision_plugin
         by_user = split.cutter.by_user
         self._first_batches = FirstBatches(group.replicas, checks_lists=not by_user)
-        read = () if resumed is None else resumed.read
-        replica = group.replica if len(read) == group.num_replicas else 0
         self._reading = Reading(
             trainer,
             group.batches,
             self._first_batches,
-            read[replica] if read else None,
+            None if resumed is None else resumed.state_of(group.replica, group.num_replicas),
             resumed is not None,
         )
         self._reading.join(at_end)

@@ -1,7 +1,7 @@
-"""All methods of Lightning that a run replaces.
+"""Methods of Lightning that a run replaces, until the end of the entry.
 
 Forwards and backwards of a pipeline interleave, so what Lightning runs between them (zero_grad, the
-hooks around backward) is handed to the strategy, which runs it where its first backward starts.
+hooks around backward) is handed to ``backward.py``, which runs it where a first backward starts.
 Lightning's loops wait for other ranks at each batch; here they do only where all of them meet. The
 names are Lightning's own, most of them private; tests/test_private_api.py pins each.
 """
@@ -48,17 +48,12 @@ _filter_by_value = BaseFinetuning.filter_on_optimizer
 _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
 
 
-def replace_method(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
-    """Replace a method of one object by ``replacement(*args, plain, ...)``."""
-    plain = partial(getattr(type(owner), name), owner)
-    owner.__dict__[name] = partial(replacement, *args, plain)
-
-
 def _replace_until(
     at_end: ExitStack, owner: Any, name: str, replacement: Callable[..., Any], *args: Any
 ) -> None:
-    replace_method(owner, name, replacement, *args)
-    at_end.callback(owner.__dict__.pop, name, None)
+    """Replace a method of one object by ``replacement(*args, plain, ...)``."""
+    plain = partial(getattr(type(owner), name), owner)
+    at_end.enter_context(replaced(owner, name, partial(replacement, *args, plain)))
 
 
 def join_metrics(
@@ -103,22 +98,24 @@ def filtering_by_identity() -> AbstractContextManager[None]:
     return replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(find_new))
 
 
-def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
+def stop_without_waiting(trainer: Trainer, at_end: ExitStack) -> None:
     """Make a rank that a signal stops end after its batch, and the others with it."""
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     epoch = trainer.fit_loop.epoch_loop
-    replace(epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
+    _replace_until(at_end, epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
     # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
-    replace(trainer._signal_connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
+    connector = trainer._signal_connector
+    _replace_until(at_end, connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
 
 
-def leave_group_samplers(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
+def leave_group_samplers(trainer: Trainer, at_end: ExitStack) -> None:
     """Keep Lightning from adding a DistributedSampler to loaders that need none.
 
     The sampler of such a loader already shares the data out among replicas.
     """
     # Private: nothing else decides it for one loader.
-    replace(trainer._data_connector, "_requires_distributed_sampler", _requires_sampler)
+    connector = trainer._data_connector
+    _replace_until(at_end, connector, "_requires_distributed_sampler", _requires_sampler)
 
 
 class BackwardInStep(_AutomaticOptimization):
@@ -213,8 +210,8 @@ class JoinedLoops:
         plain = epoch.automatic_optimization
         message = "training_step", self._mesh.root, connector.outputs
         outputs = None if self._mesh.is_root else partial(RemoteOutputs, *message)
-        epoch.automatic_optimization = BackwardInStep(plain, backward.expect, outputs)
-        at_end.callback(setattr, epoch, "automatic_optimization", plain)
+        in_step = BackwardInStep(plain, backward.expect, outputs)
+        at_end.enter_context(replaced(epoch, "automatic_optimization", in_step))
         replace(fit, "run", self._fit)
         replace(fit, "on_advance_start", self._start_epoch)
         replace(fit, "on_advance_end", self._end_epoch)
@@ -234,8 +231,8 @@ class JoinedLoops:
         replace(connector, "on_batch_end", self._end_batch)
         replace(connector, "epoch_end_reached", self._reach_epoch_end)
         replace(connector, "reset_results", self._reset_logged)
-        stop_without_waiting(trainer, replace)
-        leave_group_samplers(trainer, replace)
+        stop_without_waiting(trainer, at_end)
+        leave_group_samplers(trainer, at_end)
         for callback in trainer.callbacks:
             if isinstance(callback, ThroughputMonitor):
                 throughputs = callback._throughputs  # private: nothing else has them

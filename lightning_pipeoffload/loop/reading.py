@@ -64,12 +64,12 @@ from lightning_pipeoffload.loop.receiving import (
     ReceivingFetcher,
 )
 from lightning_pipeoffload.processes import say
-from lightning_pipeoffload.runtime import RandomnessReplay, are_alike
+from lightning_pipeoffload.runtime import RandomnessReplay, are_alike, replaced
 from lightning_pipeoffload.runtime.comm import BatchChannel
 from lightning_pipeoffload.runtime.users_code import (
-    generator_state,
     is_generator,
     set_generator_state,
+    state_of_generator,
 )
 
 _LOOPS = evaluation_loop, fit_loop, prediction_loop
@@ -115,8 +115,7 @@ class Reading:
             names["_select_data_fetcher"] = partial(self._select_fetcher, module)
             for name, replacement in names.items():
                 plain: Callable[..., Any] = getattr(module, name)
-                setattr(module, name, partial(replacement, plain))
-                at_end.callback(setattr, module, name, plain)
+                at_end.enter_context(replaced(module, name, partial(replacement, plain)))
 
     # In place of functions of Lightning's loops
 
@@ -465,7 +464,7 @@ def _generators_at(places: list[_Place]) -> list[Any]:
 
 def _states(places: list[_Place]) -> dict[str, Any]:
     """Return the states of the global generators, and of those of the loaders."""
-    of_loaders = [*map(generator_state, _generators_at(places))] if places else []
+    of_loaders = [*map(state_of_generator, _generators_at(places))] if places else []
     return {"global": vars(RandomnessReplay()), "loaders": of_loaders}
 
 

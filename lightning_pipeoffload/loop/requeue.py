@@ -9,6 +9,7 @@ these steps, which no rank can have passed.
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, TypeGuard
@@ -23,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 )
 
 from lightning_pipeoffload.processes import say
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 
 _WANTED = "requeue/wanted"
@@ -32,12 +34,12 @@ _STEP = "requeue/step/"
 class Requeue:
     """One rank's part in saving and requeueing, which a fit does once."""
 
-    def __init__(self, trainer: Trainer, environment: SLURMEnvironment) -> None:
+    def __init__(self, trainer: Trainer, environment: SLURMEnvironment, at_end: ExitStack) -> None:
         self._trainer, self._environment = trainer, environment
         connector = trainer._signal_connector
         # Private: Lightning's handler under Slurm, which saves there and then.
         self._save_now: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
-        connector._slurm_sigusr_handler_fn = self.record_signal  # type: ignore[method-assign, assignment]
+        at_end.enter_context(replaced(connector, "_slurm_sigusr_handler_fn", self.record_signal))
         self._steps = [f"{_STEP}{rank}" for rank in range(trainer.world_size)]
         self._has_signal = False
         self._asks = False

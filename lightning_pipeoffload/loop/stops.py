@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_pipeoffload.loop.exchange import Exchange
-from lightning_pipeoffload.runtime import NOTHING, replaced
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 
@@ -136,8 +136,6 @@ class Clocks:
 
     def deciding(self) -> AbstractContextManager[None]:
         """Lightning decides in here whether to validate, and asks no clock."""
-        if self._trainer._val_check_time_interval is None:
-            return NOTHING
         # No time is as long as NaN.
         interval = -math.inf if self._validates else math.nan
         return replaced(self._trainer, "_val_check_time_interval", interval)

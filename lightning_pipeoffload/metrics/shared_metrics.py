@@ -16,8 +16,8 @@ say, would be another one in each, and their weights would differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from typing_extensions import override
 
 from lightning_pipeoffload.metrics.publisher import Fetch, Publisher
-from lightning_pipeoffload.runtime import late_values
+from lightning_pipeoffload.runtime import late_values, replaced
 from lightning_pipeoffload.runtime.comm import RankMesh
 
 _Metrics = dict[str, Any]
@@ -247,17 +247,10 @@ class SharedMetricsConnector(_LoggerConnector):
         return self._roots.at(self._version) if self._roots is not None and self._version else {}
 
 
-@contextmanager
-def _keeping_tensors() -> Iterator[None]:
+def _keeping_tensors() -> AbstractContextManager[None]:
     """Keep Lightning from waiting for each value that a progress bar might show."""
     # Private: Lightning turns them into numbers there, though there may be no bar.
-    names = vars(result)
-    plain = names["convert_tensors_to_scalars"]
-    names["convert_tensors_to_scalars"] = lambda value: value
-    try:
-        yield
-    finally:
-        names["convert_tensors_to_scalars"] = plain
+    return replaced(result, "convert_tensors_to_scalars", lambda value: value)
 
 
 def _dtypes(metrics: dict[str, _Metrics]) -> dict[str, dict[str, str]]:

@@ -53,6 +53,7 @@ from lightning_pipeoffload.odc.sharding import (
     whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import HostGroup
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
@@ -140,7 +141,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._connect(module)
-        leave_group_samplers(trainer)
+        leave_group_samplers(trainer, self._at_end)
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             with explaining_optimizers():
@@ -182,8 +183,9 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     def _join_training(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
         loop, expect = trainer.fit_loop.epoch_loop, self._connected_training.expect
-        loop.automatic_optimization = BackwardInStep(loop.automatic_optimization, expect)
-        stop_without_waiting(trainer)
+        in_step = BackwardInStep(loop.automatic_optimization, expect)
+        self._at_end.enter_context(replaced(loop, "automatic_optimization", in_step))
+        stop_without_waiting(trainer, self._at_end)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

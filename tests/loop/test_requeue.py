@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ class Rank:
         self.global_rank, self.world_size, self.global_step = rank, world_size, 0
         self.state, self.training = SimpleNamespace(fn=TrainerFn.FITTING), True
         self._signal_connector = self
-        self.requeue = Requeue(self, SLURMEnvironment())
+        self.requeue = Requeue(self, SLURMEnvironment(), ExitStack())
         self.is_in_batch = self.has_stepped = False
         self.saved = []
 

@@ -1,5 +1,6 @@
 """A fit with on-demand communication is that of one process; what cannot be is refused."""
 
+import gc
 import os
 import re
 from functools import partial
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload import Minibatch
+from lightning_pipeoffload.odc import OnDemandRun
 from tests.support import on_demand_fits as fits
 from tests.support.on_demand_fits import Texts, assert_same, fit_rank, made, plain_fit, whole
 
@@ -290,6 +292,19 @@ def test_a_second_trainer_goes_on(ranks):
     expected = plain_fit((3, 1), lambda: module)
     for rank in ranks(2).run(fit_twice):
         assert_same(rank, expected)
+
+
+def runs_left_by_a_fit():
+    module = made()
+    fit_rank((3, 1), make=lambda: module)
+    gc.collect()
+    return module.trainer.global_step, sum(isinstance(o, OnDemandRun) for o in gc.get_objects())
+
+
+def test_nothing_of_a_run_is_left_in_the_trainer(ranks):
+    (steps, left), _ = ranks(2).run(runs_left_by_a_fit)
+    assert steps
+    assert not left
 
 
 def fit_unlike():
