@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,17 @@ def save_pretrained(
         max_shard_size: The most bytes of a file, as a number or as in "5GB".
 
     Raises:
+        TypeError: The source is neither, but the model itself for instance.
         ValueError: The checkpoint lacks the model's weights, or the module has no peft model.
     """
     folder = Path(folder)
     if isinstance(source, LightningModule):
         return save_adapters(source, folder)
+    if not isinstance(source, str | PathLike):
+        raise TypeError(
+            f"save_pretrained got a {type(source).__name__}; give it the path of a checkpoint and "
+            f"the model's config, or the LightningModule to write its adapters"
+        )
     weights = open_weights(source)
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(config):

@@ -248,6 +248,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         save_pretrained(tmp_path / "last.ckpt", tmp_path / "folder", LlamaConfig(**LLAMA))
 
 
+def test_a_model_in_place_of_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="got a Linear; give it the path of a checkpoint"):
+        save_pretrained(nn.Linear(1, 1), tmp_path / "folder")
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """A folder of several shards, tied, in bfloat16; the loss; the number of its elements."""
