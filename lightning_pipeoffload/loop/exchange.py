@@ -40,7 +40,7 @@ class Flags(NamedTuple):
         stops: Training is to stop.
         exceeds_planned_memory: A microbatch keeps more memory than the plan allows.
         has_solver_result: A solver has a better plan, or has ended.
-        due: Which of global rank 0's clocks are due, one bit each; see ``Clocks``.
+        due_clocks: Which of global rank 0's clocks are due, one bit each; see ``Clocks``.
     """
 
     stops: bool = False

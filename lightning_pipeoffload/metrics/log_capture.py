@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pipeoffload.metrics.metric_calls import MetricCalls, batch_value
-from lightning_pipeoffload.metrics.metric_value import Entry, MetricExpression, MetricValue
+from lightning_pipeoffload.metrics.metric_value import MetricValue, is_expression
 from lightning_pipeoffload.runtime.batch import in_mean
 from lightning_pipeoffload.runtime.shapes import whole_value
 
@@ -155,7 +155,7 @@ def _detach(value: Any) -> Any:
 
 def _over_batch(values: list[Any]) -> list[Any]:
     """Return the batch's value where each microbatch logs the same of a metric; else each value."""
-    expressions = [value for value in values if isinstance(value, Entry | MetricExpression)]
+    expressions = [value for value in values if is_expression(value)]
     if not expressions:
         return values
     if len(expressions) == len(values) and all(

@@ -48,8 +48,8 @@ from torchmetrics.wrappers import Running
 from lightning_pipeoffload.metrics.joined_arguments import ArgumentJoiner, NotJoinedError
 from lightning_pipeoffload.metrics.metric_value import (
     Entry,
-    MetricExpression,
     MetricValue,
+    is_expression,
     make_metric_values,
     own_values,
 )
@@ -348,7 +348,7 @@ class MetricCalls:
         return getattr(copy, call.method)(*args, **kwargs)
 
     def _resolve_own(self, leaf: Any) -> Any:
-        return leaf.value(self._own) if isinstance(leaf, Entry | MetricExpression) else leaf
+        return leaf.value(self._own) if is_expression(leaf) else leaf
 
     def _reset_copy(self, target: nn.Module, number: int) -> Any:
         """Return a copy of a metric with nothing in it; those of unlike numbers differ."""
@@ -438,7 +438,7 @@ class MetricCalls:
 
 def batch_value(value: Any) -> Any:
     """Return what an expression gives for the batch; any other value is returned as it is."""
-    return value.value(_over_batch) if isinstance(value, Entry | MetricExpression) else value
+    return value.value(_over_batch) if is_expression(value) else value
 
 
 def _over_batch(entry: Entry) -> Any:

@@ -76,15 +76,13 @@ class MetricExpression:
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """The same where microbatches compute the same."""
-        keys = tree_map(
-            lambda leaf: leaf.batch_key if _is_expression(leaf) else leaf, self.operands
-        )
+        keys = tree_map(lambda leaf: leaf.batch_key if is_expression(leaf) else leaf, self.operands)
         return self.function, keys, self.path
 
     def value(self, source: Source) -> Any:
         """Return the value by a source: the batch's, or the microbatch's own."""
         args, kwargs = tree_map(
-            lambda leaf: leaf.value(source) if _is_expression(leaf) else leaf, self.operands
+            lambda leaf: leaf.value(source) if is_expression(leaf) else leaf, self.operands
         )
         return at_path(self.function(*args, **kwargs), self.path)
 
@@ -93,7 +91,7 @@ Expression = Entry | MetricExpression
 """How a value follows from what metrics return."""
 
 
-def _is_expression(leaf: Any) -> bool:
+def is_expression(leaf: Any) -> bool:
     return isinstance(leaf, Entry | MetricExpression)
 
 
@@ -103,7 +101,7 @@ def at_path(tree: Any, path: str) -> Any:
 
 
 class MetricValue(Tensor):
-    """A value that has not been computed; made by :func:`promise`.
+    """A value that has not been computed; made by :func:`make_metric_values`.
 
     Attributes:
         expression: How it follows from what metrics return; None once it is the microbatch's own.
@@ -158,7 +156,7 @@ def _is_open(tensor: Tensor) -> bool:
     return isinstance(tensor, MetricValue) and tensor.expression is not None
 
 
-def _recipe_of(leaf: Any) -> Any:
+def _expression_of(leaf: Any) -> Any:
     return leaf.expression if isinstance(leaf, MetricValue) else leaf
 
 
@@ -167,9 +165,7 @@ def _own_of(leaf: Any) -> Any:
 
 
 def _expression_value(func: Any, operands: Any, like: Any, first: Any) -> Any:
-    expressions = tree_map(
-        lambda leaf: leaf.expression if isinstance(leaf, MetricValue) else leaf, operands
-    )
+    expressions = tree_map(_expression_of, operands)
     return make_metric_values(
         like,
         lambda path: MetricExpression(func, expressions, path),

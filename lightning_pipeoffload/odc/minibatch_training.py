@@ -113,10 +113,10 @@ class MinibatchTraining(BackwardHooks):
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
         logged = self._logs.pop_logged([weight * part.total for weight in part.weights])
-        notes = self._run.close(self._step_report(part, total, logged), is_last)
-        _refuse_unlike(notes)
-        loss = _mean_loss(notes).to(self._device)
-        self._logs.log([note.logged for note in notes], self._device)
+        reports = self._run.close(self._step_report(part, total, logged), is_last)
+        _refuse_unlike(reports)
+        loss = _mean_loss(reports).to(self._device)
+        self._logs.log([report.logged for report in reports], self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
@@ -128,22 +128,23 @@ class MinibatchTraining(BackwardHooks):
         return _RankReport(float(total), dtype, sum(part.weights), logged, num, is_end)
 
 
-def _mean_loss(notes: Sequence[_RankReport]) -> Tensor:
+def _mean_loss(reports: Sequence[_RankReport]) -> Tensor:
     """Return the loss of all ranks in their widest dtype, with the same bits on each rank."""
-    weight = sum(note.weight for note in notes) or 1.0  # no rank has a microbatch
+    weight = sum(report.weight for report in reports) or 1.0  # no rank has a microbatch
     _refuse_weights(weight)
-    dtype = reduce(torch.promote_types, [note.dtype for note in notes], torch.float32)
-    return torch.tensor(sum(note.loss for note in notes) / weight, dtype=dtype)
+    dtype = reduce(torch.promote_types, [report.dtype for report in reports], torch.float32)
+    return torch.tensor(sum(report.loss for report in reports) / weight, dtype=dtype)
 
 
-def _refuse_unlike(notes: Sequence[_RankReport]) -> None:
+def _refuse_unlike(reports: Sequence[_RankReport]) -> None:
     """Refuse different numbers of minibatches, with which ranks would wait for ever."""
-    counts = [note.num_minibatches for note in notes]
-    ended = [rank for rank, note in enumerate(notes) if note.is_end]
-    if 0 < len(ended) < len(notes):
+    counts = [report.num_minibatches for report in reports]
+    ended = [rank for rank, report in enumerate(reports) if report.is_end]
+    if 0 < len(ended) < len(reports):
         raise ValueError(
-            f"global ranks {', '.join(map(str, ended))} of {len(notes)} have no more minibatches, "
-            f"but the others have; give all ranks as many, with Minibatch() for an empty one"
+            f"global ranks {', '.join(map(str, ended))} of {len(reports)} have no more "
+            f"minibatches, but the others have; give all ranks as many, with Minibatch() for an "
+            f"empty one"
         )
     if len(set(counts)) > 1:
         raise ValueError(

@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.users_code import (
     Fingerprint,
     Parts,
     fingerprint,
-    is_plain,
+    is_plain_value,
     is_unchanged,
 )
 
@@ -71,7 +71,7 @@ class LateWrites:
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return
         self._attributes = now.copy()
-        self._holding = [n for n in now.keys() - OF_LIGHTNING if not is_plain(now[n])]
+        self._holding = [n for n in now.keys() - OF_LIGHTNING if not is_plain_value(now[n])]
 
     def _fingerprint_insides(self) -> dict[str, Fingerprint]:
         fingerprints = {

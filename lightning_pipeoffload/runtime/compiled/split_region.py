@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -79,10 +79,8 @@ class _Run:
         self.kept: dict[ProductInput, ReadInput] = {}
         self._sharing: list[tuple[Tensor, int]] = []
 
-    def keep(
-        self, product_inputs: Mapping[ProductInput, Tensor], sharing: Sequence[Tensor]
-    ) -> None:
-        for product_input, tensor in product_inputs.items():
+    def keep(self, tensors: Mapping[ProductInput, Tensor], sharing: Iterable[Tensor]) -> None:
+        for product_input, tensor in tensors.items():
             self.kept[product_input] = keep_input(tensor)
         self._sharing = [(tensor.detach(), tensor._version) for tensor in sharing]
 
@@ -95,12 +93,12 @@ class _Run:
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
         queue = active_queue()
-        product_inputs = {product_input: read() for product_input, read in self.kept.items()}
+        inputs = {product_input: read() for product_input, read in self.kept.items()}
         for (call, product_input), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
                 if call.weight._version != call.version:
                     call.refuse_change()
-                x, fetch = product_inputs[product_input]
+                x, fetch = inputs[product_input]
                 if queue is not None:
                     queue.defer(call, x, fetch, gradient)
                 else:
@@ -139,28 +137,19 @@ class SplitRegion:
 
     def _keep(self, run: _Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         places = {"input": inputs, "output": outputs}
-        product_inputs = {
-            product_input: places[product_input.place][product_input.index]
-            for product_input in self._product_inputs
-        }
+
+        def tensors_of(found: Iterable[ProductInput]) -> dict[ProductInput, Tensor]:
+            return {each: places[each.place][each.index] for each in found}
+
+        kept = tensors_of(self._product_inputs)
         if self._sharing is None:  # which memory is shared is decided with the code
-            self._sharing = self._find_sharing(product_inputs, inputs, outputs)
-        run.keep(
-            product_inputs,
-            [places[product_input.place][product_input.index] for product_input in self._sharing],
-        )
+            self._sharing = self._find_sharing(kept, inputs, outputs)
+        run.keep(kept, tensors_of(self._sharing).values())
 
     def _find_sharing(
-        self,
-        product_inputs: Mapping[ProductInput, Tensor],
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
+        self, kept: Mapping[ProductInput, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> list[ProductInput]:
-        shared = {
-            _memory_of(tensor)
-            for product_input, tensor in product_inputs.items()
-            if product_input.place == "output"
-        }
+        shared = {_memory_of(tensor) for each, tensor in kept.items() if each.place == "output"}
         others = {ProductInput("input", index): tensor for index, tensor in enumerate(inputs)}
         for index, tensor in enumerate(outputs[: self._graph.num_outputs]):
             others[ProductInput("output", index)] = tensor

@@ -138,9 +138,8 @@ class CalledChains:
         training = {name.rpartition(".")[0] for name in names if self._trains(name)}
         trained = [name for name in names if name.rpartition(".")[0] in training]
         frozen = [name for name in names if name not in trained]
-        if frozen and [*map(self._parameter_shapes, trained[: len(frozen)])] == [
-            *map(self._parameter_shapes, frozen)
-        ]:
+        shapes_of = self._parameter_shapes
+        if frozen and [*map(shapes_of, trained[: len(frozen)])] == [*map(shapes_of, frozen)]:
             first, second = (trained, frozen) if names[0] in trained else (frozen, trained)
             yield [name for pair in zip_longest(first, second) for name in pair if name]
         yield names

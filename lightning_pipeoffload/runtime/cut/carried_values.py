@@ -207,7 +207,7 @@ class CarriedValues(CallCounter):
         """Record a result that the stage receives or sends as a carried value."""
         place = self.segment, call
         is_it = place in self._wanted and self._digests[place] == self.digest
-        return self._record_result(call, self._wanted[place], result) if is_it else result
+        return self._replace_carried(call, self._wanted[place], result) if is_it else result
 
     def leave_block(self, call: int, output: Any) -> Any:
         """Record the output of a block's call and start the next segment."""
@@ -216,7 +216,7 @@ class CarriedValues(CallCounter):
             for leaf in output_tensors(output):
                 mark_as_the_models(leaf)
         places = self._wanted.get((call + 1, 0))
-        return self._record_result(0, places, output) if places else output
+        return self._replace_carried(0, places, output) if places else output
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Set the values of the stand-ins to the received tensors.
@@ -246,10 +246,10 @@ class CarriedValues(CallCounter):
             raise RuntimeError(_ANOTHER_WAY + self._derivation)
         return [self._values[port] for port in self._outgoing]
 
-    def _record_result(self, call: int, places: Iterable[int], result: Any) -> Any:
+    def _replace_carried(self, call: int, places: Iterable[int], result: Any) -> Any:
         place = -1
 
-        def record(leaf: Any) -> Any:
+        def replace(leaf: Any) -> Any:
             nonlocal place
             place += isinstance(leaf, Tensor)
             if place not in places or not isinstance(leaf, Tensor):
@@ -266,7 +266,7 @@ class CarriedValues(CallCounter):
                 self._values[port] = leaf
             return leaf
 
-        return map_output(record, result)
+        return map_output(replace, result)
 
 
 _ANOTHER_WAY = (

@@ -2,8 +2,8 @@
 
 An observer fills its part of the step's record. A new question is a file with a part and an
 observer, a field of :class:`.record.StepRecord`, and a line of the list in :mod:`.trace`. An
-operation on shape-only tensors is told twice: by ``note`` where the step calls it, without keyword
-arguments, then by ``record_below_autograd`` below autograd.
+operation on shape-only tensors is told twice: by ``record_operation`` where the step calls it,
+without keyword arguments, then by ``record_below_autograd`` below autograd.
 """
 
 from __future__ import annotations

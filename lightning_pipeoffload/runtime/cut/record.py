@@ -62,9 +62,7 @@ class StepRecord(RecordPart):
     arguments: BlockArguments = field(default_factory=BlockArguments)
     outputs: list[BlockOutput] = field(default_factory=list, metadata=BY_LENGTHS)
     """The output of each call of a block."""
-    carried_values: list[CarriedValue] = field(
-        default_factory=list, metadata=BY_LENGTHS
-    )  # carried values
+    carried_values: list[CarriedValue] = field(default_factory=list, metadata=BY_LENGTHS)
     opened: set[int] = field(default_factory=set)
     """Blocks with a value that escapes by a hook, an attribute or a list and is used later.
 
@@ -208,7 +206,7 @@ class StageRecord:
             of what an F does for such a block, and late stages of a deep model have many of them.
         seed_segment: Seeds the global generators that the step draws from.
         may_call_kernels: Whether it may call kernels that take addresses on shape-only tensors.
-        output_shapes_suffice: Whether later stages need only shapes, by call.
+        output_shapes_suffice: For each call, whether later stages need only its output's shapes.
     """
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:

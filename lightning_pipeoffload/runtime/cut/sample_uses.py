@@ -76,7 +76,7 @@ class SampleObserver(Observer[SampleUses]):
         self._has_chunks = True
 
     def record_loss(self, loss: Tensor) -> None:
-        # The divisor of a loss in chunks is noted already.
+        # The divisor of a loss in chunks is recorded already.
         if not self._has_chunks:
             self._part.loss_terms = terms_of(loss)
 

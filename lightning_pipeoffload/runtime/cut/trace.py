@@ -77,9 +77,8 @@ from lightning_pipeoffload.runtime.users_code import (
 from lightning_pipeoffload.runtime.weight_grad import AroundChunks
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
-_MOST_IMAGINED_IN_NOTES = 8  # of an evaluation
-_MOST_IMAGINED_IN_TRAINING_NOTES = 16
-_MOST_IMAGINED = 1000  # values in a block, and after the blocks: a loop may never end
+_MOST_ASSUMED_TO_FIND_BLOCKS = {False: 8, True: 16}  # of an evaluation, of training
+_MOST_ASSUMED = 1000  # values in a block, and after the blocks: a loop may never end
 
 
 class StepTrace:
@@ -134,7 +133,7 @@ class StepTrace:
         self._work = WorkObserver(self, record.work)
         self._writes = WriteObserver(self, record.writes, record.segments, compared)
         self._samples = SampleObserver(self, record.samples, record.writes)
-        self._hook_watch = HookObserver(self, record.hooks)
+        self._hook_observer = HookObserver(self, record.hooks)
         # In all traces, whose operations are compared: torch detaches a new tensor that is kept.
         reads = ReadObserver(self, record.reads, record.assumed)
         self._observers: list[Observer[Any]] = [self._sizes, reads, WorkBetween(self, record.work)]
@@ -143,7 +142,7 @@ class StepTrace:
                 self._work,
                 self._writes,
                 self._samples,
-                self._hook_watch,
+                self._hook_observer,
                 BlockArgumentObserver(self, record.arguments),
                 DrawObserver(self, record.draws),
                 BackwardObserver(self, record.backwards),
@@ -271,9 +270,7 @@ class StepTrace:
             stack.enter_context(self._writes.recording_saved())
             for observer in self._observers:
                 stack.enter_context(observer.recording())
-            stack.enter_context(
-                IN_FORCE.during(StepRules(self._observe, self._assumed_values, self._drop))
-            )
+            stack.enter_context(IN_FORCE.during(StepRules(self._observe, self._assume, self._drop)))
             chunks = AroundChunks(self.around_chunks, self._samples.record_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
@@ -375,15 +372,15 @@ class StepTrace:
         """Return a context for the chunks of a loss."""
         return self._work.around_chunks()
 
-    def _assumed_values(self) -> AssumedValues | None:
+    def _assume(self) -> AssumedValues | None:
         """Make up values inside a block or after the blocks, where stages have real values."""
-        if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
+        if self._is_in_block and self._num_in_block < _MOST_ASSUMED:
             self._num_in_block += 1
             self.record.assumed.setdefault(self.segment, calling_line())
             return self._assumed
-        most = _MOST_IMAGINED
-        if not len(self.chain):  # to note calls a few values are enough: a step may write text
-            most = _MOST_IMAGINED_IN_TRAINING_NOTES if self._training else _MOST_IMAGINED_IN_NOTES
+        most = _MOST_ASSUMED
+        if not len(self.chain):  # to record calls a few values are enough: a step may write text
+            most = _MOST_ASSUMED_TO_FIND_BLOCKS[self._training]
         if self.segment < len(self.chain) or self.num_assumed >= most:
             return None
         self.num_assumed += 1
@@ -422,7 +419,7 @@ class StepTrace:
 
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
-        opened, hooked = self.record.opened, self._hook_watch.hooked
+        opened, hooked = self.record.opened, self._hook_observer.hooked
         opened.update(self._writes.filling)
         if opened & hooked:  # a list that hooks fill has an entry of each of their blocks
             opened.update(hooked)

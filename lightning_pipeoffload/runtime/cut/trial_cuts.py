@@ -46,10 +46,10 @@ class TrialCuts:
 
         Chains whose blocks are called once come before those with blocks called several times.
         """
-        module_calls = self._record_calls()
+        made = self._record_calls()
         candidates: list[list[str]] = []
-        for calls in (module_calls.single_calls(), module_calls.all_calls()):
-            chains = CalledChains(self._module, calls, module_calls.work)
+        for calls in (made.single_calls(), made.all_calls()):
+            chains = CalledChains(self._module, calls, made.work)
             candidates += [names for names in chains.best_first() if chains.holds_most(names)]
         return [names for index, names in enumerate(candidates) if names not in candidates[:index]]
 
@@ -64,10 +64,8 @@ class TrialCuts:
         """
         chain.release()
         try:
-            module_calls = self._record_calls()
-            chains = CalledChains(
-                self._module, module_calls.single_calls(), module_calls.work, is_whole=False
-            )
+            made = self._record_calls()
+            chains = CalledChains(self._module, made.single_calls(), made.work, is_whole=False)
             proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
             for names in islice(proposals, _MOST_TRIALS):
                 if self._can_cut(names):
@@ -78,12 +76,8 @@ class TrialCuts:
 
     def order_of(self, chain: BlockChain) -> CallOrder:
         """Return the order in which the step calls the blocks of a chain."""
-        module_calls = self._record_calls()
-        begun = [
-            (c.begin, i)
-            for i, block in enumerate(chain.blocks)
-            for c in module_calls.calls_of(block)
-        ]
+        made = self._record_calls()
+        begun = [(c.begin, i) for i, block in enumerate(chain.blocks) for c in made.calls_of(block)]
         return CallOrder(tuple(index for _, index in sorted(begun)), len(chain))
 
     def _record_calls(self) -> _ModuleCalls:

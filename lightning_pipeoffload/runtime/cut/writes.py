@@ -135,9 +135,9 @@ class WriteObserver(Observer[Writes]):
         plain = nn.Module.register_parameter
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            replaced = self._trace.stripped.replace_weight(owner, name, parameter)
-            if replaced is not None:
-                self._record_weight(replaced, is_new=True)
+            weight = self._trace.stripped.replace_weight(owner, name, parameter)
+            if weight is not None:
+                self._record_weight(weight, is_new=True)
             plain(owner, name, parameter)
 
         return replaced(nn.Module, "register_parameter", register)
@@ -151,13 +151,13 @@ class WriteObserver(Observer[Writes]):
         """
         saved = self._saved
 
-        def note(tensor: Tensor) -> Tensor:
+        def record(tensor: Tensor) -> Tensor:
             if isinstance(tensor, ShapeOnly):
                 return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
             saved.add(memory_of(tensor))
             return tensor.detach()
 
-        return saved_tensors_hooks(note, lambda packed: packed)
+        return saved_tensors_hooks(record, lambda packed: packed)
 
     def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._attributes.record_changes(StepPoint(index, is_in_block=True))

@@ -262,8 +262,8 @@ class _MeasuringPass(StepTrace):
         self._begin_stage(self._stage_of[self.record.calls.position_after(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
-                come_back = partial(self._measure_backward_until, self._stage_of[index], index)
-                self._hooks.append(leaf.register_hook(come_back))
+                measure = partial(self._measure_backward_until, self._stage_of[index], index)
+                self._hooks.append(leaf.register_hook(measure))
         return output
 
     @override
@@ -330,8 +330,8 @@ class _MeasuringPass(StepTrace):
             tensors = output_tensors(output)
             for leaf in tensors:
                 if leaf.requires_grad:
-                    come_back = partial(self._come_back_to_slice, stage, index, part.index)
-                    self._hooks.append(leaf.register_hook(come_back))
+                    measure = partial(self._measure_backward_until_slice, stage, index, part.index)
+                    self._hooks.append(leaf.register_hook(measure))
             # After the last block slices are joined as here, but earlier ones are leaves then.
             is_joined = is_last and part.is_last
             parts.append(tensors if is_joined else [*map(_CopiedSlice.apply, tensors)])
@@ -415,7 +415,9 @@ class _MeasuringPass(StepTrace):
             self._stores.stage -= 1
         self._stores.count_for(1 + self._num_alike[block])
 
-    def _come_back_to_slice(self, stage: int, block: int, place: int, gradient: Tensor) -> None:
+    def _measure_backward_until_slice(
+        self, stage: int, block: int, place: int, gradient: Tensor
+    ) -> None:
         self._measure_backward_until(stage, block)
         self._stores.slice = place
 

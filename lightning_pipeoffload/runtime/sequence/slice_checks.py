@@ -85,7 +85,7 @@ class SliceChecks:
         return not _is_power_of_two(num_batches) or members[num_checks % len(members)] == index
 
     def batches_since_check(self, index: int) -> str:
-        """Return the end of a refusal: the batches since the block's last check; then note one."""
+        """Return the end of a refusal: the batches since the block's last check; record a check."""
         last, now = self._checked.get(index, 0), self._seen[index].num_batches
         self._checked[index] = now
         if not last:

@@ -149,17 +149,17 @@ class KernelsOnZeros:
         return True
 
     @contextmanager
-    def in_use(self, note: _Observe = _do_nothing) -> Iterator[None]:
+    def in_use(self, observe: _Observe = _do_nothing) -> Iterator[None]:
         """Within the context, run registered Functions and modules on zeros if values are missing.
 
         Args:
-            note: Called with a name and the arguments at each of their calls, also of real tensors.
+            observe: Called with a name and the arguments at each of their calls, real ones too.
         """
         if not self._functions and not self._modules:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(replaced(self, "_observe", note))
+            stack.enter_context(replaced(self, "_observe", observe))
             for function in self._functions:
                 apply = classmethod(self._apply_instead(function))
                 stack.enter_context(replaced(function, "apply", apply))

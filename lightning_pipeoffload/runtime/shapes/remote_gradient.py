@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -62,9 +62,7 @@ class GradientExpression:
 
     def view(self, func: torch._ops.OpOverload) -> GradientExpression:
         """Return the description of the tensor's view that ``func``, a view operation, returns."""
-        return (
-            self if func.overloadpacket in _WHOLE_VIEWS else GradientExpression(self.size, "part")
-        )
+        return self if func.overloadpacket in _WHOLE_VIEWS else replace(self, what="part")
 
 
 _WHOLE_VIEWS = {aten.detach, aten.alias, aten.view}
@@ -98,10 +96,8 @@ def derive(
     packet: Any, operands: Sequence[GradientExpression | float]
 ) -> GradientExpression | None:
     """Return the description of an elementwise operation's result; None if it is unknown."""
-    sizes = [operand.size for operand in operands if isinstance(operand, GradientExpression)]
-    words = [
-        operand.what if isinstance(operand, GradientExpression) else operand for operand in operands
-    ]
+    sizes = [each.size for each in operands if isinstance(each, GradientExpression)]
+    words = [each.what if isinstance(each, GradientExpression) else each for each in operands]
     what = _STEPS.get((packet, *words))
     is_of_one = all(size is sizes[0] for size in sizes)
     return GradientExpression(sizes[0], what) if what is not None and is_of_one else None
@@ -178,7 +174,7 @@ class RemoteGradient(ShapeOnly):
         written = list(_gradients_in(written_arguments(func, args, kwargs)))
         for gradient in written:
             gradient._forget()
-        return result if written else _derived(func, args, result)
+        return result if written else _with_expression(func, args, result)
 
     def _answer(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -207,7 +203,7 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
     return (leaf for leaf in leaves_of(list(tree)) if isinstance(leaf, RemoteGradient))
 
 
-def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
+def _with_expression(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
     """Return the result with its description, if it has one."""
     operands = [arg.expression if isinstance(arg, RemoteGradient) else arg for arg in args]
     description = _derive(func, operands)

@@ -51,32 +51,32 @@ class CheckpointReplayer:
     compares: bool
     is_first: bool
 
-    def recording(self) -> AbstractContextManager[None]:
+    def wrapping(self) -> AbstractContextManager[None]:
         """Return the context in which functions that are checkpointed are wrapped."""
         return IN_FORCE.during(self)
 
 
 class _Rerun:
-    def __init__(self, function: Callable[..., Any], watch: CheckpointReplayer) -> None:
+    def __init__(self, function: Callable[..., Any], replayer: CheckpointReplayer) -> None:
         self._function = function
-        self._watch = watch
+        self._replayer = replayer
         self._digests: list[int] = []
-        self._called_before, is_in_block = watch.step.last_block()
-        self._is_in_block = is_in_block or watch.writes.is_block(function)
+        self._called_before, is_in_block = replayer.step.last_block()
+        self._is_in_block = is_in_block or replayer.writes.is_block(function)
         self._name = ""
         is_ours = isinstance(function, RecomputedCall)
         self._how = 'is recomputed (recompute="full")' if is_ours else "is checkpointed"
-        self._forward = watch.writes.num_forwards
+        self._forward = replayer.writes.num_forwards
         # As they are in F: this package's own checkpoints run again on copies.
-        self._statistics = watch.writes.statistics() if watch.is_first else []
+        self._statistics = replayer.writes.statistics() if replayer.is_first else []
 
     def expect(self, output: Any) -> None:
         self._name = self._find_name()
-        if self._watch.compares:
+        if self._replayer.compares:
             self._digests = _digests(output)
 
     def _find_name(self) -> str:
-        called, is_running = self._watch.step.last_block()
+        called, is_running = self._replayer.step.last_block()
         if is_running or called != self._called_before:
             return called
         return getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -90,7 +90,7 @@ class _Rerun:
 
     def _check_statistics(self, before: list[int]) -> None:
         """Refuse statistics that B updates after F's of later microbatches have done so."""
-        if self._forward == self._watch.writes.num_forwards:
+        if self._forward == self._replayer.writes.num_forwards:
             return
         for (name, tensor), version in zip(self._statistics, before, strict=True):
             if tensor._version != version:
@@ -101,7 +101,7 @@ class _Rerun:
                 )
 
     def _run_again(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch.recording(), self._watch.writes.running_again(self._is_in_block):
+        with self._replayer.wrapping(), self._replayer.writes.running_again(self._is_in_block):
             try:
                 output = self._function(*args, **kwargs)
             except RuntimeError as error:
@@ -174,12 +174,12 @@ def _follow(
 ) -> Iterator[None]:
     """Run torch's generator, before and after the checkpointed function."""
     rerun: Any = function
-    watch = _find_watch()
-    if watch is not None:
-        rerun = _Rerun(function, watch)
-        early_stop = early_stop and not watch.compares
+    replayer = _find_replayer()
+    if replayer is not None:
+        rerun = _Rerun(function, replayer)
+        early_stop = early_stop and not replayer.compares
     plain: Any = make(rerun, early_stop)
-    with NOTHING if watch is None else watch.step.uncounted():
+    with NOTHING if replayer is None else replayer.step.uncounted():
         next(plain)
     try:
         yield
@@ -187,20 +187,20 @@ def _follow(
         if isinstance(error, StageExit) and rerun is not function:
             rerun.expect(error.output)
         plain.throw(error)
-    if watch is not None:
-        with watch.step.uncounted():
+    if replayer is not None:
+        with replayer.step.uncounted():
             # Private: only a local variable of torch's checkpoint() has the result.
             rerun.expect(sys._getframe(1).f_locals["ret"])
     next(plain, None)
 
 
 def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    watch = _find_watch()
-    rerun = function if watch is None else _ReentrantRerun(function, watch)
+    replayer = _find_replayer()
+    rerun = function if replayer is None else _ReentrantRerun(function, replayer)
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
 
 
-def _find_watch() -> CheckpointReplayer | None:
+def _find_replayer() -> CheckpointReplayer | None:
     # While something is compiled its checkpoints have no values.
     return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointReplayer)
 

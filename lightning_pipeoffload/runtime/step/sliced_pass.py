@@ -114,10 +114,8 @@ class SlicedPass(StagePass):
         chain, dims, record = self._context.chain, self._dims, self._step_record
         case = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
         if record.slice_checks.is_selected(index, partial(find_classes, chain, record)):
-            plain, since = (
-                super()._plain_call(index),
-                record.slice_checks.batches_since_check(index),
-            )
+            plain = super()._plain_call(index)
+            since = record.slice_checks.batches_since_check(index)
             BlockCheck(chain.block_name(index), chain.blocks[index], plain, *case, since).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):

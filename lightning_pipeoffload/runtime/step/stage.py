@@ -321,7 +321,7 @@ class StageRunner:
             NOTHING if microbatch.record.backwards.are_any else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
             _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
-            CheckpointReplayer(step, writes, compares, is_first).recording()
+            CheckpointReplayer(step, writes, compares, is_first).wrapping()
             if is_first or writes.is_by_users
             else NOTHING,
             self._context.forward_context(),

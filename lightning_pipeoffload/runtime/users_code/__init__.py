@@ -21,7 +21,7 @@ from .snapshot import (
     StepState,
     TensorValues,
     fingerprint,
-    is_plain,
+    is_plain_value,
     is_unchanged,
     is_written,
     private_copy,
@@ -33,11 +33,11 @@ from .snapshot import (
 from .sources import (
     REGISTRIES,
     Generators,
-    generator_state,
     is_generator,
     is_iterator,
     refusing_iterators,
     set_generator_state,
+    state_of_generator,
 )
 from .step_call import (
     TRACE,

@@ -134,7 +134,7 @@ class AttributeWatch:
                 self._record_variable(variable)
         plain = nn.Module.__setattr__
 
-        def note(part: nn.Module, name: str, value: Any) -> None:
+        def record(part: nn.Module, name: str, value: Any) -> None:
             is_same = vars(part).get(name, GONE) is value and not _can_change(value)
             plain(part, name, value)
             if id(part) in self._paths and name in vars(part) and not is_same:
@@ -143,7 +143,7 @@ class AttributeWatch:
                 self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
                 self._record_variable(variable)
 
-        with replaced(nn.Module, "__setattr__", note):
+        with replaced(nn.Module, "__setattr__", record):
             yield
 
     def _is_long(self, variable: Variable) -> bool:

@@ -88,7 +88,7 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
 
     Only the length is recorded of a container with more than ``longest`` values.
     """
-    if is_plain(value):
+    if is_plain_value(value):
         return [(value, 0)]
     states: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), depth, longest):
@@ -101,7 +101,7 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
 
 def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
     """Record a value as ``fingerprint`` does; None if it contains more than ``most`` values."""
-    if is_plain(value):
+    if is_plain_value(value):
         return [(value, 0)]
     states: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), _DEPTH, most):
@@ -113,7 +113,7 @@ def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
     return states
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_value(value: Any) -> bool:
     """Return whether a value is immutable: a number, a string, a function."""
     return type(value) in _PLAIN
 
@@ -262,12 +262,8 @@ def _copy(value: Any, copies: dict[int, Any], depth: int) -> Any:
         return value.copy() if value.nbytes <= _LARGEST else value
     if depth == 0 or callable(value):
         return value
-    copy_value = partial(private_copy, copies=copies, depth=depth - 1)
-    return (
-        _copy_container(value, copy_value)
-        if _is_container(value)
-        else _copy_object(value, copy_value)
-    )
+    copy_parts = _copy_container if _is_container(value) else _copy_object
+    return copy_parts(value, partial(private_copy, copies=copies, depth=depth - 1))
 
 
 def _copy_container(value: Any, copy_value: Callable[[Any], Any]) -> Any:

@@ -82,7 +82,7 @@ class Generators:
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present state of each generator."""
-        before = [(generator, generator_state(generator)) for _, generator in self._now()]
+        before = [(generator, state_of_generator(generator)) for _, generator in self._now()]
 
         def restore() -> None:
             for generator, state in before:
@@ -106,7 +106,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed & 0xFFFFFFFF)
 
 
-def generator_state(generator: Any) -> Any:
+def state_of_generator(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     is_pythons = isinstance(generator, random.Random)

@@ -40,12 +40,12 @@ class AroundChunks:
     """Callbacks of a trace or a measurement for the chunks of an F or a B; see ``in_force``.
 
     Attributes:
-        watch: Returns a context for the chunks.
-        note_class_weights: Called where the loss is a mean over the weights of classes.
+        context: Returns a context for the chunks.
+        record_class_weights: Called where the loss is a mean over the weights of classes.
     """
 
-    watch: Callable[[], AbstractContextManager[Any]]
-    note_class_weights: Callable[[], None]
+    context: Callable[[], AbstractContextManager[Any]]
+    record_class_weights: Callable[[], None]
 
 
 def chunked_loss(
@@ -177,7 +177,7 @@ def _count(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
         return counted.sum()
     around = IN_FORCE.latest(AroundChunks)
     if around is not None:
-        around.note_class_weights()
+        around.record_class_weights()
     return (weight[targets.where(counted, 0)] * counted).sum()
 
 
@@ -202,7 +202,7 @@ class _Chunks:
     def sum_losses(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of all chunks."""
         # The cache might return casts of this run, which have no graph, where they need one.
-        with _watched(), self._casting(uses_cache=False):
+        with _around_chunks(), self._casting(uses_cache=False):
             losses = [self._loss(self._head(x), y) for x, y in self._split(rows, targets)]
         return torch.stack(losses).sum()
 
@@ -231,7 +231,7 @@ class _Chunks:
         inner = WeightGradQueue(True, add_product=queue.add_product) if adds and queue else None
         run = partial(_run_with, self._head, stand_ins) if stand_ins else self._head
         of_rows = []
-        with self._drawing_again(), _watched(), inner or nullcontext(), torch.enable_grad():
+        with self._drawing_again(), _around_chunks(), inner or nullcontext(), torch.enable_grad():
             for part, y in self._split(rows, targets):
                 x = part.detach().requires_grad_(trains_rows)
                 with casting():
@@ -265,9 +265,9 @@ def _run_with(head: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
     return logits
 
 
-def _watched() -> AbstractContextManager[Any]:
+def _around_chunks() -> AbstractContextManager[Any]:
     around = IN_FORCE.latest(AroundChunks)
-    return nullcontext() if around is None else around.watch()
+    return nullcontext() if around is None else around.context()
 
 
 class _ChunkedLoss(torch.autograd.Function):

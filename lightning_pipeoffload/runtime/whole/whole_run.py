@@ -143,9 +143,8 @@ class UnitLayout:
             The bytes of other ranks' weights that this rank has got.
         """
         if self.tensors.is_split:
-            remote = [
-                slot for slot in scope.broadcast_slots if not self.tensors.is_everywhere(slot.name)
-            ]
+            is_everywhere = self.tensors.is_everywhere
+            remote = [slot for slot in scope.broadcast_slots if not is_everywhere(slot.name)]
             rank, owner_of = self.group.rank, self.tensors.owner_of
             with swapped([(slot, self._copied(slot)) for slot in remote]):
                 yield _size([slot for slot in remote if owner_of(slot.name) != rank])
@@ -200,7 +199,7 @@ class WholeRun:
     Args:
         layout: Which rank runs what.
         seed: The seed of the step's random numbers; None: the generators are not seeded.
-        note_bytes: Gets the bytes of other ranks' weights that this rank has held, at the end.
+        record_bytes: Gets the bytes of other ranks' weights that this rank has held, at the end.
         part: The module that is called; None: the whole module.
         num_shared_calls: See :meth:`WholeRuns.run`.
 
@@ -212,13 +211,13 @@ class WholeRun:
         self,
         layout: UnitLayout,
         seed: int | None,
-        note_bytes: Callable[[int], None],
+        record_bytes: Callable[[int], None],
         part: nn.Module | None = None,
         num_shared_calls: int = 0,
     ) -> None:
         self._layout, self._group = layout, layout.group
         self._num_shared_calls = num_shared_calls
-        self._seed, self._record_bytes = seed, note_bytes
+        self._seed, self._record_bytes = seed, record_bytes
         self._scope = layout.scope(part)
         self._generators = layout.generators
         self.calls: list[int] = []
@@ -230,7 +229,7 @@ class WholeRun:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(Running(self._layout.chain, self))
-            num_lent = stack.enter_context(self._layout.with_values(self._scope))
+            num_remote = stack.enter_context(self._layout.with_values(self._scope))
             for unit in self._scope.large if self._group.num_ranks > 1 else ():
                 stack.enter_context(self._on_its_owner(unit))
             stack.enter_context(self._generators.restoring())
@@ -238,7 +237,7 @@ class WholeRun:
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together
                 self._layout.values.share_outputs()
-            self._record_bytes(num_lent + self._layout.values.pop_weight_bytes())
+            self._record_bytes(num_remote + self._layout.values.pop_weight_bytes())
 
     @contextmanager
     def _on_its_owner(self, unit: Unit) -> Iterator[None]:
