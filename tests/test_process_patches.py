@@ -32,6 +32,9 @@ LISTED = {
     "metrics/metric_calls.py": {
         "warnings.simplefilter": "a block: a metric of values that stand for a microbatch's own",
     },
+    "metrics/shared_metrics.py": {
+        "result.convert_tensors_to_scalars": "a block: values stay on the device",
+    },
     "metrics/metric_values.py": {
         "Metric.sync": "until a run of any strategy: scripts compute metrics after a fit",
         "Strategy.setup_environment": "until a run of any strategy, by which it is noticed",
@@ -159,6 +162,8 @@ def changes_in(nodes):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             last = name.rpartition(".")[2]
+            if name in ("setattr", "delattr") and root_of(node.args[0]) in imported:
+                yield ast.unparse(node.args[0])
             if root_of(node.func) in imported and (
                 last in _CHANGING or last.startswith(_REGISTRIES)
             ):

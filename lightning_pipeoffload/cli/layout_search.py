@@ -91,11 +91,12 @@ _LARGE = (
     _Effort({name: FAMILIES[name] for name in ("1f1b", "gis_h")}),
     _Effort({name: FAMILIES[name] for name in ("gis", "gis_h", "zb")}, copies=False),
 )
-_NEAR = 1.1
-"""Where the fastest layout with twice as many tensor ranks takes so many times as long as with
-fewer, even more are not tried: they would wait even longer for each other.
-"""
-# A full plan is looked for that takes so many times as long as the fastest so far, or less.
+# Of a large layout whose schedule is given.
+_LARGE_BY_NAME = (_Effort({**FAMILIES, "zb_v": _SHORT_ZB_V}),)
+# Where twice as many tensor ranks take so many times as long as fewer, even more are not tried:
+# they would wait even longer for each other.
+_SLOWER = 1.1
+# Another plan is looked for that takes so many times as long as the fastest so far, or less.
 _WORTH_A_PLAN = 0.99
 # Of what is asked for: machines, or ranks where sizes are given.
 _MORE = (1, 2, 4, 8, 16)
@@ -407,19 +408,24 @@ class LayoutSearch:
             return [planned for planned in in_full if planned is not None]
         places = self._plan_quickly(planners, times)
         for place in places:
-            for effort in _LARGE if place.is_large else _SMALL:
+            for effort in self._efforts(place):
                 # zb_v is searched in full even if it gains little.
                 most = self._best * (1.0 if effort is _ALONE else _WORTH_A_PLAN)
                 if (place.work if effort.copies else place.least) > most:
                     self._left_out[str(place.layout)] = _NOT_FASTER
                     continue
-                self._say("", place.layout)
+                self._begin(place.layout)
                 candidate = self._plan(place, most, effort)
                 if candidate is not None:
                     self._planned[place.layout] = candidate
             self._close(place.layout)
         self._beginning = ""
         return self._by_speed()
+
+    def _efforts(self, place: LayoutToPlan) -> tuple[_Effort, ...]:
+        if not place.is_large:
+            return _SMALL
+        return _LARGE if self._schedule == "auto" else _LARGE_BY_NAME
 
     @property
     def _best(self) -> float:
@@ -459,7 +465,7 @@ class LayoutSearch:
         # A large one is wanted only if it is the fastest.
         most = (1.0 if place.is_large else SHOWN) * self._best
         if place.layout not in self._planned and place.least <= most and place.least < inf:
-            self._say("", place.layout)
+            self._begin(place.layout)
             candidate = self._plan(place, most, _SHORTLY)
             if candidate is not None:
                 self._planned[place.layout] = candidate
@@ -475,7 +481,7 @@ class LayoutSearch:
             best_of_size = min((place.least for place in of_size), default=inf)
             places += of_size
             size, best = planner.settings.tensor_parallel_size, first.least if first else inf
-            is_slower = _NEAR * best < best_of_size < inf and size < self._sizes[-1]
+            is_slower = _SLOWER * best < best_of_size < inf and size < self._sizes[-1]
             # A bound does not say that a layout fits.
             if is_slower and first is not None and self._has_quick_plan(first):
                 self._left_out[f"more than {size} tensor ranks"] = (
@@ -626,13 +632,13 @@ class LayoutSearch:
             return [first]
         return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [first, second]
 
-    def _say(self, text: str, layout: Layout | None = None) -> None:
-        """Show what is being done; with a layout it is the beginning of what is shown of that."""
-        if layout is not None:
-            self._begun.add(layout)
-            number = self._num_layouts - len({*self._open} - self._begun)
-            self._beginning = f"layout {number} of {self._num_layouts}, {layout}, {text}"
-            return
+    def _begin(self, layout: Layout) -> None:
+        """Have all that is shown from now on begin with a layout."""
+        self._begun.add(layout)
+        number = self._num_layouts - len({*self._open} - self._begun)
+        self._beginning = f"layout {number} of {self._num_layouts}, {layout}, "
+
+    def _say(self, text: str) -> None:
         self._show(f"{self._beginning}{text}")
 
 

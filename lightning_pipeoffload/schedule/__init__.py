@@ -1,11 +1,20 @@
 """Pipeline schedules as data: built, checked, lowered, simulated and drawn without torch."""
 
 from .actions import (
+    ACTIVATION,
     COMPUTE,
+    COMPUTE_LANE,
     COPIES,
+    FINAL,
     HOST_EFFECTS,
+    KINDS,
     MEMORY_EFFECTS,
+    NOTHING,
+    RECVS,
+    RELOADS,
+    SENDS,
     TRANSFERS,
+    WAITING,
     Action,
     Kind,
     MemoryEffect,
@@ -13,10 +22,30 @@ from .actions import (
     MemoryPart,
     ScheduleError,
 )
-from .build import SCHEDULES, build, check_name
+from .build import DEFAULT_SCHEDULE, SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
-from .costs import Costs, copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
-from .families import Recipe, accept
+from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, options
+from .costs import (
+    COMPUTE_TIMES,
+    Costs,
+    copy_ratios,
+    estimated_copy_ratio,
+    free_share,
+    layer_flops,
+    with_copy_ratio,
+)
+from .families import FAMILIES, Recipe, accept, build_by, check_limit, check_sizes, check_slices
+from .make_plan import HostShortageError, Job, Plan, PlanRequest, least_score, make_plan
+from .messages import (
+    OpenReceives,
+    PendingSends,
+    actions_ahead,
+    most_pending,
+    recv_before,
+    recv_of,
+    send_after,
+    send_of,
+)
 from .passes.last_weights import (
     Tail,
     add_final_actions,
@@ -35,7 +64,10 @@ from .passes.transfer import (
     split_every_backward,
     split_fused_backward,
 )
-from .schedule import Schedule, sums_alike
+from .plan_cache import PlanCache, store_text
+from .rank_limits import RankLimits
+from .replay import replay
+from .schedule import Schedule, places_of, stages_on, sums_alike
 from .simulation.arrivals import expected_during
 from .simulation.memory import (
     memory_changes,
@@ -45,8 +77,8 @@ from .simulation.memory import (
     peak_message_memory,
 )
 from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
-from .slices import Slices, cut_positions
-from .text import draw
+from .slices import LEAST_TOKENS, Slices, cut_positions, of_every_stage
+from .text import bytes_text, draw, seconds_text, share_text
 from .timeline import Event, Timeline
 from .validate import validate
 
@@ -108,26 +140,3 @@ __all__ = [
     "validate",
     "with_copy_ratio",
 ]
-
-from .actions import ACTIVATION, COMPUTE_LANE, FINAL, KINDS, NOTHING, RECVS, RELOADS, SENDS, WAITING
-from .build import DEFAULT_SCHEDULE
-from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, options
-from .costs import COMPUTE_TIMES, layer_flops
-from .families import FAMILIES, build_by, check_limit, check_sizes, check_slices
-from .make_plan import HostShortageError, Job, Plan, PlanRequest, least_score, make_plan
-from .messages import (
-    OpenReceives,
-    PendingSends,
-    actions_ahead,
-    most_pending,
-    recv_before,
-    recv_of,
-    send_after,
-    send_of,
-)
-from .plan_cache import PlanCache, store_text
-from .rank_limits import RankLimits
-from .replay import replay
-from .schedule import places_of, stages_on
-from .slices import LEAST_TOKENS, of_every_stage
-from .text import bytes_text, seconds_text, share_text

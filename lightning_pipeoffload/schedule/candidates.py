@@ -108,7 +108,7 @@ class Candidate:
         return period_to_compare(self.period, self.offload != "none")
 
     @property
-    def without_schedules(self) -> Candidate:
+    def without_schedule(self) -> Candidate:
         """The candidate without its schedule, for sending to other processes."""
         return replace(self, schedule=None, report=None)
 

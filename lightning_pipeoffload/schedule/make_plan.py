@@ -62,7 +62,7 @@ reduced by the second argument, which drops schedules.
 """
 
 
-def run_jobs_here(jobs: Sequence[Job], without_schedules: Callable[[Any], Any]) -> list[Any]:
+def run_jobs_here(jobs: Sequence[Job], drop_schedules: Callable[[Any], Any]) -> list[Any]:
     """Do all jobs on this process."""
     return [run() for _, run in jobs]
 
@@ -170,7 +170,7 @@ class Plan:
     def without_schedules(self) -> Plan:
         """The plan without the schedules of the other candidates, for sending to other ranks."""
         return replace(
-            self, candidates=[candidate.without_schedules for candidate in self.candidates]
+            self, candidates=[candidate.without_schedule for candidate in self.candidates]
         )
 
 
@@ -307,7 +307,7 @@ class _Trials:
 
         shared = [(self._places[option], partial(run, option, job)) for option, job in jobs]
         for added in self._request.share(
-            shared, lambda new: [each.without_schedules for each in new]
+            shared, lambda new: [each.without_schedule for each in new]
         ):
             self.candidates += added
 

@@ -56,7 +56,7 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
         this rank   SEND_F0 ......................... RECV_B0   so SEND_F0 has arrived
         the peer    ....... RECV_F0 F0 ... B0 SEND_B0
     """
-    proven: dict[Action, list[Action]] = {}
+    delivered: dict[Action, list[Action]] = {}
     for peer in sorted(peers_of(plan, rank)):
         arrived: list[Action] = []
         for action in plan[peer]:
@@ -64,8 +64,8 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
             if needed and plan.rank_of(send_of(needed).stage) == rank:
                 arrived.append(send_of(needed))
             elif action.kind in SENDS and plan.rank_of(recv_of(action).stage) == rank:
-                proven[recv_of(action)], arrived = arrived, []
-    return proven
+                delivered[recv_of(action)], arrived = arrived, []
+    return delivered
 
 
 def sends_before(plan: Schedule) -> Mapping[Action, int]:
@@ -193,7 +193,7 @@ class OpenReceives:
 
 
 class PendingSends:
-    """The messages of one rank that may be on their way: sent, and not proven to have arrived.
+    """The messages of one rank that may be on their way: sent, and not delivered to have arrived.
 
     Each edge is a queue, so their number says which they are. A message that the peer sends proves
     what the peer had received before; its first one in a step proves all of earlier steps. In an
@@ -251,13 +251,13 @@ class PendingSends:
 
 def _num_delivered(plan: Schedule, rank: int) -> dict[Action, int]:
     """Return, for RECVs of a rank, how many of its SENDs to their sender have arrived before."""
-    proven: dict[Action, int] = {}
+    delivered: dict[Action, int] = {}
     totals: Counter[int] = Counter()
     for receive, sends in arrived_before(plan, rank).items():  # edge by edge, in order
         peer = plan.rank_of(send_of(receive).stage)
         totals[peer] += len(sends)
-        proven[receive] = totals[peer]
-    return proven
+        delivered[receive] = totals[peer]
+    return delivered
 
 
 def most_pending(plan: Schedule, rank: int) -> dict[int, int]:

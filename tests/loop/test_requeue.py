@@ -48,7 +48,7 @@ class Signal(L.Callback):
         if trainer.global_step == self._step:
             os.kill(os.getpid(), signal.SIGUSR1)
             if self._is_first:
-                assert trainer.strategy.fit.batch_end.requeue._is_agreed.wait(_PATIENCE_SECONDS)
+                assert trainer.strategy.fit.batch_end._requeue._is_agreed.wait(_PATIENCE_SECONDS)
 
 
 def fit_rank(rank, port, root, callbacks, options):

@@ -227,7 +227,7 @@ def gpt(depth=4, **options):
     return GPT(**sizes, **options)
 
 
-class CarriedValue(nn.Module):
+class Crossing(nn.Module):
     """A value made outside of the blocks is used after the last one; one block is frozen."""
 
     def __init__(self):
@@ -285,9 +285,7 @@ def make(name):
     if name == "two_views":
         return Task(TwoViews(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     if name == "crossing":
-        return Task(CarriedValue(), lambda model, x: model(x).square().mean()), torch.randn(
-            SAMPLES, 6
-        )
+        return Task(Crossing(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     family = FAMILIES[name]
     return family.task(), family.samples(SAMPLES)
 

@@ -30,14 +30,13 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
+from lightning_pipeoffload.runtime.comm.sums_to_owners import SUMMING, SumsToOwners
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers, wait_for
 from lightning_pipeoffload.runtime.cut import SplitModule
 from lightning_pipeoffload.runtime.device import unrecorded
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _NO_MEMORY = 0
-_SUMMING = "lost a replica while summing gradients"
 
 
 class PendingParameters:
@@ -185,7 +184,7 @@ class Replicas:
         """Start to sum a tensor over the replicas, in place."""
         with unrecorded():
             work = dist.all_reduce(tensor, group=self._sums, async_op=True)
-        return partial(wait_for, work, _SUMMING)
+        return partial(wait_for, work, SUMMING)
 
     def sums_to_owners(self) -> SumsToOwners:
         """Return an object that sums each gradient of a step on one replica."""
@@ -204,7 +203,7 @@ class Replicas:
         group, operation = self.host.host_group, dist.ReduceOp.MAX
         with unrecorded():
             work = dist.all_reduce(flags, operation, group=group, async_op=True)
-        return partial(wait_for, work, _SUMMING)
+        return partial(wait_for, work, SUMMING)
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all replicas, in their order."""

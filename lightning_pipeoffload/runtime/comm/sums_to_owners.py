@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers
+from lightning_pipeoffload.runtime.comm.transport import as_bytes, wait_for
 from lightning_pipeoffload.runtime.device import unrecorded
 
+SUMMING = "lost a replica while summing gradients"
 _PIECE_BYTES = 16 << 20
 _MOST_RECEIVED = 128 << 20  # bytes on their way to a replica
 
@@ -78,9 +79,8 @@ class SumsToOwners:
             ]
 
         def wait() -> None:
-            with reporting_lost_peers("lost a replica while summing gradients"):
-                for work in works:
-                    work.wait()
+            for work in works:
+                wait_for(work, SUMMING)
 
         return wait
 
@@ -129,8 +129,7 @@ class _Piece:
     @torch.no_grad()
     def add(self) -> None:
         """Wait for the parts, and add them in the order of the replicas."""
-        with reporting_lost_peers("lost a replica while summing gradients"):
-            self._work.wait()
+        wait_for(self._work, SUMMING)
         total, *others = self._received
         for part in others:
             total.add_(part)

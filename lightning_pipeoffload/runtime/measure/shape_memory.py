@@ -64,7 +64,7 @@ from lightning_pipeoffload.runtime.users_code import (
 from lightning_pipeoffload.runtime.weight_grad import (
     Fetch,
     WeightGradQueue,
-    WeightInputStore,
+    WeightInputKeeper,
     mark_at_once,
 )
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
@@ -89,7 +89,7 @@ class _ShapeStore(ActivationStore):
         return saved
 
 
-class StageStores(WeightInputStore):
+class StageStores(WeightInputKeeper):
     """The stores of all stages; tensors go to that of ``stage``, the running one.
 
     Args:

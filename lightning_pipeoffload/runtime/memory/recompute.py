@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.weight_grad import (
     Fetch,
     Hooks,
-    WeightInputStore,
+    WeightInputKeeper,
     keeper_of,
     saving_hooks,
 )
@@ -70,7 +70,7 @@ class _RecomputedTensor:
     for_w: bool
 
 
-class CheapRecompute(WeightInputStore):
+class CheapRecompute(WeightInputKeeper):
     """Saves or recomputes the tensors of a stage's F of one microbatch.
 
     Args:

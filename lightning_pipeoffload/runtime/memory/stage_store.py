@@ -46,7 +46,7 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     cast_parameter,
 )
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
-from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputStore
+from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputKeeper
 from lightning_pipeoffload.schedule import MemoryPart
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
@@ -107,7 +107,7 @@ class _Copied:
     loaded: Any = None
 
 
-class ActivationStore(WeightInputStore):
+class ActivationStore(WeightInputKeeper):
     """The saved tensors of one stage and microbatch.
 
     Args:

@@ -61,7 +61,7 @@ class Mailbox:
     def __init__(
         self, transport: Transport, specs_of: Callable[[Action], list[TensorSpec]]
     ) -> None:
-        self.transport = self._profiled_transport = transport
+        self.transport = self._transport_of_plan = transport
         self._specs_of = specs_of
         self._messages: dict[Action, list[Tensor]] = {}  # by the SEND or RECV that comes next
         self._schedule: Schedule | None = None
@@ -82,14 +82,14 @@ class Mailbox:
     def use(self, plan: Schedule, rank: int, costs: Costs) -> None:
         """Exchange the messages of another plan; ``costs`` decide when receives are posted."""
         self._plan = plan
-        self._profiled_transport = (
+        self._transport_of_plan = (
             ProfiledTransport(self.transport) if is_profiled() else self.transport
         )
         self._ends = {a: self._ends_of(a) for a in plan[rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
         self.receives = OpenReceives(plan, rank, self._post, expected_during(plan, rank, costs))
-        self._sends = PendingSends(plan, rank, self._profiled_transport.release, self._most_pending)
+        self._sends = PendingSends(plan, rank, self._transport_of_plan.release, self._most_pending)
 
     def _ends_of(self, action: Action) -> _Ends:
         first, last, receives, sends = 0, self._plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
@@ -117,7 +117,7 @@ class Mailbox:
         self.receives.mark_reached(receive)
 
     def _post(self, receive: Action, peer: int) -> None:
-        self._profiled_transport.post(receive, peer, self._specs_of(receive))
+        self._transport_of_plan.post(receive, peer, self._specs_of(receive))
 
     def receive(self, action: Action, timer: ActionTimer) -> list[Tensor]:
         """Wait for the message that an F or B needs, and return its tensors.
@@ -131,7 +131,7 @@ class Mailbox:
         if needed not in self._messages:
             timer.pause()
             for receive in self.receives.receives_up_to(needed):
-                self._messages[receive] = self._profiled_transport.wait(receive)
+                self._messages[receive] = self._transport_of_plan.wait(receive)
                 self._sends.release_delivered(receive)
             timer.resume()
         return self._messages.pop(needed)
@@ -148,7 +148,7 @@ class Mailbox:
         """Send a message."""
         peer = self._peers[send]
         self._sends.add(peer)
-        self._profiled_transport.send(send, peer, self._messages.pop(send))
+        self._transport_of_plan.send(send, peer, self._messages.pop(send))
         self.receives.count_send()
 
     def end_step(self) -> None:

@@ -8,7 +8,7 @@ from .node import (
     NO_HOOKS,
     Hooks,
     ReadInput,
-    WeightInputStore,
+    WeightInputKeeper,
     keep_input,
     keeper_of,
     saving_hooks,

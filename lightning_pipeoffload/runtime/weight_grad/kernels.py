@@ -241,14 +241,14 @@ def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
     # Private: no public API continues dispatch at a given key. An operator's redispatch() takes
     # 4 us more.
     keys = torch._C.DispatchKey.__members__
-    common, replaced = keys["AutogradOther"], torch._C.DispatchKeySet(keys[key])
+    common, own = keys["AutogradOther"], torch._C.DispatchKeySet(keys[key])
     compiling = keys["PythonDispatcher"]  # which finds the key by itself, and would call this again
     included, excluded = torch._C._IncludeDispatchKeyGuard, torch._C._ExcludeDispatchKeyGuard
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
         if keyset.has(compiling):
             return kernel.call_boxed(keyset, *args, **kwargs)
-        with included(common), excluded(replaced), torch._C.DisableTorchFunction():
+        with included(common), excluded(own), torch._C.DisableTorchFunction():
             return call(*args, **kwargs)
 
     return run

@@ -1,7 +1,7 @@
 """The autograd node of an operation whose weight gradient waits for W, and the input that it saves.
 
 W reads that input; B needs its shape only. Saved-tensors hooks that treat such inputs differently
-are the methods of a :class:`WeightInputStore`.
+are the methods of a :class:`WeightInputKeeper`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_GRADIENTS = (None,) * 5
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class WeightInputStore:
+class WeightInputKeeper:
     """Base of classes with saved-tensors hooks as methods that save W's inputs separately."""
 
     def pack_weight_input(self, x: Tensor) -> Any:
@@ -66,16 +66,16 @@ NO_HOOKS: Hooks = Tensor.detach, lambda tensor: tensor
 """Hooks that save tensors as they are."""
 
 
-def keeper_of(hooks: Hooks) -> WeightInputStore | None:
-    """Return the owner of hooks, if it is a :class:`WeightInputStore`."""
+def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
+    """Return the owner of hooks, if it is a :class:`WeightInputKeeper`."""
     owner = getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, WeightInputStore) else None
+    return owner if isinstance(owner, WeightInputKeeper) else None
 
 
 class _WeightInput:
     """The input of one operation, saved by ``keeper``; the operation's node holds this object."""
 
-    def __init__(self, keeper: WeightInputStore) -> None:
+    def __init__(self, keeper: WeightInputKeeper) -> None:
         self._keeper = keeper
         self._is_read_by_b = False
         self._fetch: Fetch | None = None
@@ -85,7 +85,7 @@ class _WeightInput:
         return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
 
     def read(self, node: Any) -> tuple[Tensor, Fetch | None]:
-        """Return what :meth:`WeightInputStore.unpack_for_b` returns, for the input of ``node``."""
+        """Return what :meth:`WeightInputKeeper.unpack_for_b` returns, for the input of ``node``."""
         self._is_read_by_b = True
         try:
             (x,) = node.saved_tensors

@@ -193,13 +193,11 @@ class PlanProblem:
     @property
     def lower_bound(self) -> float:
         """Seconds that no plan takes less than."""
-        seconds, latencies = (
-            self.costs.compute(len(self.placement)),
-            self.costs.latencies(self.placement),
-        )
+        costs, placement = self.costs, self.placement
+        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
         if not self.has_barrier:
-            return most_work(seconds, self.placement, self.num_microbatches)
-        return earliest_end(seconds, latencies, self.placement, self.num_microbatches)
+            return most_work(seconds, placement, self.num_microbatches)
+        return earliest_end(seconds, latencies, placement, self.num_microbatches)
 
     def seconds(self, plan: Schedule) -> float:
         """Return the seconds from one step to the next."""

@@ -193,7 +193,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_depends_on_imagined_values_is_refused(case):
+def test_what_depends_on_assumed_values_is_refused(case):
     module, message = REFUSED[case]
     with pytest.raises((ValueError, RuntimeError), match=message):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(8, 4), 4)
