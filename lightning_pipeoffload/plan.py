@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
-from lightning_pipeoffload.cli.plan_output import drawn, print_answer
+from lightning_pipeoffload.cli.plan_output import picture_of_steps, print_answer
 from lightning_pipeoffload.pictures import PictureFile
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
 from lightning_pipeoffload.schedule import ScheduleError, check_sizes
@@ -221,10 +221,12 @@ class _Picture:
 
     def draw(self, steps: Sequence[PlannedStep]) -> None:
         if self.file is not None:
-            self.file.write([drawn(step, self._units, self._num_steps) for step in steps])
+            self.file.write(
+                [picture_of_steps(step, self._units, self._num_steps) for step in steps]
+            )
 
 
-def with_searched(words: Sequence[str]) -> list[str]:
+def add_auto_overrides(words: Sequence[str]) -> list[str]:
     """Return a command line that with ``devices`` has "auto" for what is searched unless given."""
     names = [word.lstrip("+").partition("=")[0] for word in words]
     values = dict(zip(names, words, strict=True))
@@ -240,7 +242,7 @@ def main() -> None:
     gc.set_threshold(1_000_000)
     # Hydra would replace the group by the path, and find no picture.microbatches in it.
     sys.argv[1:] = [re.sub("^picture=(?!{)", "picture.path=", word) for word in sys.argv[1:]]
-    sys.argv[1:] = with_searched(sys.argv[1:])
+    sys.argv[1:] = add_auto_overrides(sys.argv[1:])
     run_hydra_app("plan", plan)
 
 

@@ -30,12 +30,12 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints import (
     BEFORE_FIRST_BATCH,
-    Continued,
-    WholeCheckpoints,
-    load_whole,
-    parts_of,
+    AtomicCheckpoints,
+    ResumeState,
+    load_unsplit,
     read_checkpoint,
-    whole_state,
+    shard_state_dict,
+    unsplit_state_dict,
     write_checkpoint,
 )
 from lightning_pipeoffload.loop import (
@@ -43,12 +43,12 @@ from lightning_pipeoffload.loop import (
     ModelInParts,
     Split,
     check_run,
-    explaining_optimizers,
-    explaining_shards,
-    refuse_readers_of_shards,
+    refuse_hooks_reading_shards,
+    refusing_several_optimizers,
+    refusing_sharded_layers,
 )
 from lightning_pipeoffload.metrics import SharedMetricsConnector
-from lightning_pipeoffload.optimizers import MasterWeights, read_states
+from lightning_pipeoffload.optimizers import MasterWeights, read_stored_states
 from lightning_pipeoffload.planning.limits import Limit
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
@@ -70,14 +70,14 @@ from lightning_pipeoffload.runtime import draw_seed, forked_randomness
 from lightning_pipeoffload.schedule import Schedule
 
 
-class _Described(NamedTuple):
+class _RunSummary(NamedTuple):
     """What a strategy shows of a run."""
 
     plan: Schedule
     report: dict[str, Any]
 
 
-class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
+class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
     """Trains an unchanged LightningModule over the stages of a pipeline.
 
     The module is cut at the entries of its ModuleLists or Sequentials. Each rank runs the module's
@@ -185,13 +185,13 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
     """
 
     strategy_name = "pipeoffload"
-    _continued = Continued()  # what is saved of the entry that runs, or ran last
-    _loaded = Continued()  # of the last checkpoint
+    _continued = ResumeState()  # what is saved of the entry that runs, or ran last
+    _loaded = ResumeState()  # of the last checkpoint
     _masters: MasterWeights | None = None
     _split: Split | None = None
     _making: ModelInParts  # from setup_environment on
     _fit: Fit | None = None
-    _recalled: _Described | None = None  # in an interpreter that has forked the ranks
+    _recalled: _RunSummary | None = None  # in an interpreter that has forked the ranks
 
     def __init__(  # noqa: PLR0913 - the interface
         self,
@@ -313,14 +313,14 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         return report
 
     @override
-    def describe_run(self) -> _Described | None:
-        """Return what :meth:`recall_run` needs; None where nothing was trained."""
+    def summarize_run(self) -> _RunSummary | None:
+        """Return what :meth:`restore_run_summary` needs; None where nothing was trained."""
         if self._split is None or not self._split.pipeline.committed:
             return None
-        return _Described(self.plan, self.report(live_bytes=True))
+        return _RunSummary(self.plan, self.report(live_bytes=True))
 
     @override
-    def recall_run(self, described: _Described | None) -> None:
+    def restore_run_summary(self, described: _RunSummary | None) -> None:
         """Show the plan and the report of forked ranks from now on; None: go on as before."""
         self._recalled = described or self._recalled
 
@@ -337,7 +337,7 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
             ValueError: It is neither, or the other ranks call it with another one.
             RuntimeError: Inside a step, or after this rank has failed.
         """
-        self._refuse_alone("trainer.strategy.gather")
+        self._refuse_lone_collective("trainer.strategy.gather")
         return gather_tensor(self.split.pipeline, tensor)
 
     @property
@@ -356,13 +356,13 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         return self._split is not None and self._split.state.is_split
 
     @property
-    def _fits(self) -> bool:
+    def _is_fitting(self) -> bool:
         return self._trainer.state.fn == TrainerFn.FITTING
 
     @property
-    def _resumed(self) -> Continued | None:
+    def _resume_state(self) -> ResumeState | None:
         """What the fit that runs continues; None: it resumes no other."""
-        return self._loaded if self._fits and self._trainer.ckpt_path is not None else None
+        return self._loaded if self._is_fitting and self._trainer.ckpt_path is not None else None
 
     @property
     def fit(self) -> Fit:
@@ -400,33 +400,33 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
             self._forget_module()
 
     def _forget_changed_module(self) -> None:
-        if self._split is not None and not self._split.pipeline.tensors.are_in_module:
+        if self._split is not None and not self._split.pipeline.tensors.has_same_layers:
             self._forget_module()
 
     def _forget_module(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
-        self._split, self._masters = None, self._no_masters()
+        self._split, self._masters = None, self._make_master_weights()
         self.optimizers, self.lr_scheduler_configs = [], []
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._forget_changed_module()
-        self._masters = self._masters or self._no_masters()
+        self._masters = self._masters or self._make_master_weights()
         run = self._module, self.group, self.settings
-        self._making = ModelInParts(*run, self.precision_plugin, self._fits)
+        self._making = ModelInParts(*run, self.precision_plugin, self._is_fitting)
         self._after_hooks.callback(self._making.release_copies)
 
-    def _no_masters(self) -> MasterWeights | None:
+    def _make_master_weights(self) -> MasterWeights | None:
         has_masters = self.settings.master_weights is not None
         return MasterWeights(self.settings.optimizer_offload) if has_masters else None
 
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        if self.settings.tensor_parallel_size > 1 and self._fits:
-            refuse_readers_of_shards(self._trainer)
-        explaining = explaining_shards(self.settings.tensor_parallel_size)
+        if self.settings.tensor_parallel_size > 1 and self._is_fitting:
+            refuse_hooks_reading_shards(self._trainer)
+        explaining = refusing_sharded_layers(self.settings.tensor_parallel_size)
         with explaining, self._making.making(self._split is None):
             yield
         if self._making.is_made:
@@ -446,18 +446,18 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         run = trainer, split, self.processes, self.cluster_environment, self._making
         assert entry.seed is not None
-        self._fit = Fit(*run, entry.seed, self._resumed, self._at_end, self._after_hooks)
-        if self._fits:
+        self._fit = Fit(*run, entry.seed, self._resume_state, self._at_end, self._after_hooks)
+        if self._is_fitting:
             self.setup_optimizers(trainer)
         if self.world_size > 1:
-            refuse_differences(self._described(split), self.group.world.host_group)
+            refuse_differences(self._settings_to_compare(split), self.group.world.host_group)
         self.setup_precision_plugin()
 
-    def _next_entry(self) -> Continued:
+    def _next_entry(self) -> ResumeState:
         """Return what an entry begins with: a seed that is drawn, or that of a resumed fit."""
         self.agree_on_randomness()
         with forked_randomness():  # the user's generators give what they give on one device
-            return self._continued.next(draw_seed(), self._resumed)
+            return self._continued.next(draw_seed(), self._resume_state)
 
     def _enter_split(self) -> Split:
         """Cut the module, or return to the cut of an entry before."""
@@ -475,13 +475,13 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
                 self._masters,
                 lambda: self.optimizers,
             )
-            self._making.follow_copies()
+            self._making.update_copies()
         self._at_end.callback(split.leave)
-        if self._resumed is not None:
-            split.cutter.resume(self._resumed.first_batch)
+        if self._resume_state is not None:
+            split.cutter.resume(self._resume_state.first_batch)
         return split
 
-    def _described(self, split: Split) -> dict[str, str]:
+    def _settings_to_compare(self, split: Split) -> dict[str, str]:
         """Return what all ranks have to set alike, by name."""
         saving = {
             "the strategy's save_distributed_checkpoint": str(self._save_distributed_checkpoint)
@@ -501,7 +501,7 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with explaining_optimizers():
+        with refusing_several_optimizers():
             super().setup_optimizers(trainer)
         self.split.narrow_optimizers()
 
@@ -545,17 +545,17 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
     @override
     def on_train_end(self) -> None:
         self.fit.end_training()
-        self._note_read()
+        self._record_reader_state()
 
-    def _note_read(self) -> None:
+    def _record_reader_state(self) -> None:
         """Note for a checkpoint what the readers have read; all ranks call it together."""
-        if self._fits:
-            read = self.fit.read_states()
+        if self._is_fitting:
+            read = self.fit.gather_reader_states()
             self._continued = self._continued._replace(read=read or self._continued.read)
 
     @override
-    def _break_off(self, is_of_all: bool) -> None:
-        super()._break_off(is_of_all)
+    def _end_after_common_error(self, is_of_all: bool) -> None:
+        super()._end_after_common_error(is_of_all)
         connector = self._trainer._logger_connector
         if isinstance(connector, SharedMetricsConnector):
             connector.abandon()
@@ -564,29 +564,31 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._refuse_alone("save_checkpoint")
+        self._refuse_lone_collective("save_checkpoint")
         if self._is_split:
             if self._fit is not None:
                 self._fit.boundary.wait_for_parameters()
-            return self.split.state.of_module(self._save_distributed_checkpoint)
+            return self.split.state.module_state_dict(self._save_distributed_checkpoint)
         if self.processes.group is not None and self.group.num_tensor_ranks > 1:
             raise RuntimeError(BEFORE_FIRST_BATCH)
-        return whole_state(self._module, self._masters, self.is_global_zero)
+        return unsplit_state_dict(self._module, self._masters, self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._split is None:
             return super().optimizer_state(optimizer)
-        return self._split.state.of_optimizer(plain, by_name=self._save_distributed_checkpoint)
+        return self._split.state.optimizer_state_dict(
+            plain, by_name=self._save_distributed_checkpoint
+        )
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._fit is not None:
-            self._fit.batch_end.compare()  # before anything is saved
-            self._note_read()
+            self._fit.batch_end.compare_batches()  # before anything is saved
+            self._record_reader_state()
         if self.processes.group is None:  # before the first run, or after forks
             if "optimizer_states" in checkpoint:
                 self._refuse_without_optimizers()
@@ -595,7 +597,7 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         self._continued.write_to(checkpoint)
         if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
-                read_states(optimizer)
+                read_stored_states(optimizer)
             if self._masters is not None:
                 self._masters.read()
         io = None if self._save_distributed_checkpoint else self.checkpoint_io
@@ -607,8 +609,8 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
     ) -> dict[str, Any]:
         torch.cuda.empty_cache()  # as Lightning's own does
         io = self.checkpoint_io
-        checkpoint = read_checkpoint(checkpoint_path, io, weights_only, lambda: self._fits)
-        self._loaded = Continued.read_from(checkpoint)
+        checkpoint = read_checkpoint(checkpoint_path, io, weights_only, lambda: self._is_fitting)
+        self._loaded = ResumeState.read_from(checkpoint)
         return checkpoint
 
     @override
@@ -617,9 +619,9 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
         if self._is_split:
             self.split.state.load_module(state, strict)
         else:
-            load_whole(self._module, state, strict)
-        if self._masters is not None and self._fits:
-            self._masters.keep_loaded(parts_of(state, self._module))
+            load_unsplit(self._module, state, strict)
+        if self._masters is not None and self._is_fitting:
+            self._masters.keep_loaded(shard_state_dict(state, self._module))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from lightning_pipeoffload.cli.job_folders import (
     is_job_of_sweep,
     name_folder_by_slurm_step,
     removing_unused_folder,
-    run_job_apart,
+    run_job_in_subprocess,
 )
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -36,7 +36,7 @@ def train(config: DictConfig) -> None:
         SweepJobError: A job of a sweep failed.
     """
     if is_job_of_sweep():
-        run_job_apart("lightning_pipeoffload.train")
+        run_job_in_subprocess("lightning_pipeoffload.train")
         return
     load_package()
     from lightning.pytorch import seed_everything  # noqa: PLC0415 - only now, it imports torch

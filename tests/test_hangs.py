@@ -66,8 +66,8 @@ def test_ranks_that_share_layers_hang_by_two_plans():
 class AllThatMayCome(OpenReceives):
     """Posts every receive whose message follows from what this rank has sent."""
 
-    def expect(self, actions):
-        super().expect(actions)
+    def queue_receives(self, actions):
+        super().queue_receives(actions)
         receives = (action for coming in self._coming.values() for action in coming)
         self._left = deque(sorted(receives, key=self._sends_before.__getitem__))
 

@@ -34,7 +34,7 @@ from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-from lightning_pipeoffload.runtime.cut import is_in_function
+from lightning_pipeoffload.runtime.cut import is_in_autograd_function
 from lightning_pipeoffload.runtime.step import checkpoint_replay
 from lightning_pipeoffload.schedule import Action
 from tests.support.package_source import PACKAGE, imported_in, root_of
@@ -366,7 +366,7 @@ def test_a_frame_shows_the_forward_of_an_autograd_function():
     class Noting(torch.autograd.Function):
         @staticmethod
         def forward(x):
-            found.append(is_in_function())
+            found.append(is_in_autograd_function())
             return x
 
         @staticmethod
@@ -374,7 +374,7 @@ def test_a_frame_shows_the_forward_of_an_autograd_function():
             pass
 
     Noting.apply(torch.ones(1))
-    assert (found, is_in_function()) == ([True], False)
+    assert (found, is_in_autograd_function()) == ([True], False)
 
 
 def test_names_that_are_looked_for_are_there():

@@ -21,7 +21,7 @@ from itertools import product
 from lightning_pipeoffload.schedule import (
     Candidate,
     Costs,
-    Option,
+    PlanOption,
     PlanRequest,
     Schedule,
     ScheduleError,
@@ -55,7 +55,7 @@ class Setting:
         share = SHARES[self.limit]
         return None if share is None else share * self.num_ranks * ACTIVATION
 
-    def costs_of(self, option: Option) -> Costs:
+    def costs_of(self, option: PlanOption) -> Costs:
         """Return what stages cost: each rank's part in as many, the middle one longer."""
         num_stages = self.num_ranks * option.num_chunks
         place = num_stages // 2
@@ -91,11 +91,11 @@ class Setting:
 
 
 def plans_by_hand(
-    wanted: Iterable[Option],
+    wanted: Iterable[PlanOption],
     num_ranks: int,
-    costs_of: Callable[[Option], Costs],
+    costs_of: Callable[[PlanOption], Costs],
     memory_limit: float | None,
-) -> Iterator[tuple[Option, Schedule, bool]]:
+) -> Iterator[tuple[PlanOption, Schedule, bool]]:
     """Yield each option's plans that keep a limit, without copies and with them."""
     for option in wanted:
         sizes = num_ranks, option.num_microbatches, option.num_chunks, costs_of(option)

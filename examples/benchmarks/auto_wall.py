@@ -51,7 +51,7 @@ from lightning_pipeoffload.runtime.measure import CopySpeed
 from lightning_pipeoffload.runtime.run import rank_memory
 from lightning_pipeoffload.schedule import (
     Costs,
-    Option,
+    PlanOption,
     Schedule,
     options,
     split_fused_backward,
@@ -137,7 +137,7 @@ class Setting:
         bytes_per_second = 2 * TENSOR_BYTES / seconds
         return CopySpeed(bytes_per_second, bytes_per_second, 1 / num_lanes)
 
-    def costs_of(self, option: Option) -> Costs:
+    def costs_of(self, option: PlanOption) -> Costs:
         """Return what stages truly cost."""
         count, blocks = BLOCKS_OF_RANK // option.num_chunks, self.block_seconds
         seconds = [sum(blocks[start : start + count]) for start in range(0, len(blocks), count)]
@@ -171,7 +171,7 @@ class Setting:
 class ByHand(NamedTuple):
     """A plan, and the seconds of its steps in the simulator."""
 
-    option: Option
+    option: PlanOption
     has_copies: bool
     seconds: float
     plan: Schedule

@@ -168,7 +168,7 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
         busiest.append(max(loads) / (sum(loads) / len(loads)))
         periods.append(period_of(each, stages))
     needs = MemoryNeeds.of(pipeline, part)
-    ranks = needs.of_ranks(lower(build("zb_h1", NUM_RANKS, NUM_MICROBATCHES)))
+    ranks = needs.needs_by_rank(lower(build("zb_h1", NUM_RANKS, NUM_MICROBATCHES)))
     pipeline.detach()
     return {
         "with blocks": busiest[0],

@@ -64,7 +64,7 @@ from examples.benchmarks.torch_pipeline import (
 )
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.run import trace_batch
-from lightning_pipeoffload.runtime.step import placed
+from lightning_pipeoffload.runtime.step import set_plan_indices
 from lightning_pipeoffload.runtime.users_code import StepCall
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.simulation import steady_period
@@ -171,7 +171,7 @@ class BareLoop:
         self._optimizer.zero_grad()
         slices = trace_batch(self._pipeline, self._batch, 1, self._call, "training_step", seed=0)
         weights = [1 / self._num_microbatches] * self._num_microbatches
-        self._executor.run(self._plan, placed(slices, weights))
+        self._executor.run(self._plan, set_plan_indices(slices, weights))
         self._optimizer.step()
 
     def _call(self, part: Tensor, call: StepCall) -> Any:

@@ -474,7 +474,7 @@ def _rehearse(
             pipeline, text, 1, lambda part, _: step(input_ids=part, labels=part).loss, "train", 0
         )
 
-    rehearsal = Rehearsal(pipeline, ActivationMemory.on(device), cut_batch)
+    rehearsal = Rehearsal(pipeline, ActivationMemory.for_device(device), cut_batch)
     try:
         with mixed, sharing_casts(device):
             own = rehearsal.measure_stages(build("zb_v", _NUM_RANKS, _NUM_RANKS), _NO_COPIES)

@@ -40,8 +40,8 @@ from lightning_pipeoffload.runtime.comm import ProcessGroupTransport, RankMesh
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
 from lightning_pipeoffload.runtime.run import Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import placed
-from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, one_at_a_time
+from lightning_pipeoffload.runtime.step import set_plan_indices
+from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, serialize_microbatches
 
 NUM_MICROBATCHES = 4
 
@@ -126,7 +126,7 @@ def gradients_of_rank(
     pipeline = Pipeline(copy.deepcopy(model), rank, CutSettings(schedule.placement), device)
     memory = offloading_memory(device)
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(device), memory)
-    for measures, step in ((True, one_at_a_time(schedule)), (False, plan)):
+    for measures, step in ((True, serialize_microbatches(schedule)), (False, plan)):
         slices = trace_batch(
             pipeline, batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
         )
@@ -134,10 +134,10 @@ def gradients_of_rank(
             pipeline.commit()
         executor.stages = pipeline.stages
         pipeline.module.zero_grad()
-        memory.measure_all(measures)
+        memory.set_measure_all(measures)
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
-            executor.run(lower(step), placed(slices, weights))
+            executor.run(lower(step), set_plan_indices(slices, weights))
     owned = pipeline.tensors.local_tensors().items()
     return {name: t.grad for name, t in owned if t.grad is not None}
 

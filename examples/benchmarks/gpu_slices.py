@@ -16,7 +16,7 @@ from torch.nn import functional
 from examples.benchmarks.gpu_llama import Size
 from examples.benchmarks.gpu_parts import difference
 from examples.benchmarks.gpu_process import is_accelerated
-from lightning_pipeoffload.runtime.device import finished_at
+from lightning_pipeoffload.runtime.device import synchronized_time
 from lightning_pipeoffload.runtime.sequence import (
     BlockOnSlice,
     EarlierSlices,
@@ -56,16 +56,16 @@ def _run(layer: Layer, x: Tensor, grad: Tensor, count: int) -> tuple[float, floa
     length, earlier = x.shape[1], EarlierSlices()
     ends = pairwise(length * number // count for number in range(count + 1))
     slices = [SequenceSlice(index, *each, length) for index, each in enumerate(ends)]
-    started = finished_at()
+    started = synchronized_time()
     outputs = []
     for part in slices:
         given = part.cut(x, (1,)).requires_grad_()
         outputs.append(BlockOnSlice("the layer", 0, part, earlier).run(layer, given))
-    between = finished_at()
+    between = synchronized_time()
     for part, output in zip(slices[::-1], outputs[::-1], strict=True):
-        edges, gradients = earlier.pop(part)
+        edges, gradients = earlier.pop_gradient_edges(part)
         torch.autograd.backward((output, *edges), (part.cut(grad, (1,)), *gradients))
-    return between - started, finished_at() - between
+    return between - started, synchronized_time() - between
 
 
 def block_slices(device: torch.device) -> Iterator[str]:

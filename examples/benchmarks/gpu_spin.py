@@ -27,7 +27,12 @@ from torch import Tensor
 
 from examples.benchmarks.gpu_process import compile_kernel, is_accelerated
 from examples.benchmarks.gpu_ranks import BUSIEST, in_two_processes, steps_of_schedules
-from lightning_pipeoffload.runtime.comm import HostGroup, as_bytes, share_bytes, transport
+from lightning_pipeoffload.runtime.comm import (
+    HostGroup,
+    allocate_shared_memory,
+    as_bytes,
+    transport,
+)
 
 _PASS_ON = """
 extern "C" __global__ void pass_on(volatile int* awaited, int least, volatile char* to,
@@ -62,7 +67,9 @@ class SpinGroup(dist.ProcessGroup):
 
     def __init__(self, device: torch.device, store: Any, rank: int, size: int, *_: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # of the bases that C++ has
-        box, *_rest = share_bytes(2 * _FLAG + _LARGEST, device, rank, _Meeting(store, rank, size))
+        box, *_rest = allocate_shared_memory(
+            2 * _FLAG + _LARGEST, device, rank, _Meeting(store, rank, size)
+        )
         self._sent, self._taken = box[:4].view(torch.int32), box[_FLAG:][:4].view(torch.int32)
         self._box = box[2 * _FLAG :]
         self._number = 0

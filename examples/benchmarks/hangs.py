@@ -49,11 +49,11 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     add_final_actions,
     build,
-    expected_during,
     forward_only,
     lower,
     offload_activations,
-    one_at_a_time,
+    receives_to_post,
+    serialize_microbatches,
 )
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ class Host:
         """Enqueue a kernel or a copy; return its number."""
         return self._enqueue(Item(label, stream, self._before(stream), meets, num_meeting))
 
-    def mark(self, stream: str) -> int | None:
+    def record_event(self, stream: str) -> int | None:
         """Return the last item of a stream, as an event does."""
         return self._last.get(stream)
 
@@ -151,7 +151,7 @@ class Host:
 
     def start_together(self, stream: str, label: str, meets: Any, num_meeting: int) -> int:
         """Enqueue what NCCL runs on a stream of its own, after what is computed so far."""
-        self.hold(stream, self.mark("compute"), label)
+        self.hold(stream, self.record_event("compute"), label)
         return self.run(stream, label, meets, num_meeting)
 
     def _before(self, stream: str) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ class ModelTransport(ProcessGroupTransport):
     def _link(self, group: Any, global_rank: int) -> Link:
         return Link(group, 0, global_rank, CPU, ring=self._ring)
 
-    def _connected(self, group: Any, rank: int, exchange: str) -> Link:
+    def _open_link(self, group: Any, rank: int, exchange: str) -> Link:
         return self._link(group, self._mesh.global_ranks[rank])
 
 
@@ -235,7 +235,7 @@ class ModelLane(Lane):
 
     def wait_for_compute(self) -> None:
         """Wait for the compute stream."""
-        self.wait_for(self._host.mark("compute"))
+        self.wait_for(self._host.record_event("compute"))
 
     def wait_for(self, moment: int | None) -> None:
         """Wait for an item of any stream."""
@@ -245,11 +245,11 @@ class ModelLane(Lane):
         """Enqueue a copy."""
         self._host.run(self._name, f"a copy on {self._name}")
 
-    def mark(self) -> int | None:
+    def record_event(self) -> int | None:
         """Return the last copy."""
-        return self._host.mark(self._name)
+        return self._host.record_event(self._name)
 
-    def hold_compute(self, moment: int | None) -> None:
+    def make_compute_wait(self, moment: int | None) -> None:
         """Let the compute stream wait for a copy."""
         self._host.hold("compute", moment, f"a copy on {self._name}")
 
@@ -313,21 +313,21 @@ class ModelStage:
         if store:
             for_w = self._kept.pop(microbatch.index)[1]
             if not fused:
-                gradient = store.keep_for_weight(torch.empty(2))
+                gradient = store.keep_until_w(torch.empty(2))
                 self._kept[microbatch.index] = for_w, gradient
             del for_w
         self.memories[0].measure_backward(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
         return [] if self.is_first else [torch.empty(1)]
 
-    def weight(self, microbatch: Any) -> None:
+    def backward_weight(self, microbatch: Any) -> None:
         """Enqueue a W."""
         self._host.compute("W", self._index, microbatch.index)
         self._kept.pop(microbatch.index, None)
 
-    def last_weights(self, microbatches: Sequence[Any], final: Any) -> None:
+    def run_regrouped_weights(self, microbatches: Sequence[Any], final: Any) -> None:
         """Enqueue the last W's."""
         for microbatch in microbatches:
-            self.weight(microbatch)
+            self.backward_weight(microbatch)
 
     def free(self, microbatch: Any) -> None:
         """Drop its state."""
@@ -364,7 +364,7 @@ class ModelReduction:
         self._host, self._rank, self._num = host, rank, num_replicas
         self._works: list[Work] = []
 
-    def announce(self, stage: int) -> None:
+    def mark_gradients_final(self, stage: int) -> None:
         """Start the sum of a stage."""
         label = f"the sum of stage {stage} over the replicas"
         meets = "sum", self._rank, self._host.step, len(self._works)
@@ -417,7 +417,7 @@ class Variant:
     def plans(self) -> dict[int, Schedule]:
         """Return the lowered plan of each step."""
         schedule = self.scheduled()
-        single = one_at_a_time(schedule)
+        single = serialize_microbatches(schedule)
         trained = {COLD: lower(single), PLAN: lower(schedule)}
         if self.num_replicas > 1:
             trained = {step: add_final_actions(plan) for step, plan in trained.items()}
@@ -456,9 +456,9 @@ class Variant:
         microbatches: Any = [
             SimpleNamespace(index=i, part=(), has_result=True) for i in range(plan.num_microbatches)
         ]
-        runs.plan_messages(self.scheduled(), Costs.unit())
+        runs.set_message_limits(self.scheduled(), Costs.unit())
         for host.step, step_plan in plans.items():
-            memory.measure_all(host.step == COLD)
+            memory.set_measure_all(host.step == COLD)
             if host.step == PLAN and not self.as_planned:
                 host.wait_for_device("the memory of plans, which is taken")
                 host.has_memory = self.takes_memory
@@ -628,8 +628,8 @@ def num_hanging(variant: Variant, num_draws: int, posted_early: bool = False) ->
     Args:
         posted_early: Whether receives are posted as soon as their messages may come.
     """
-    expected = (lambda *_: None) if posted_early else expected_during
-    with mock.patch.object(mailbox, "expected_during", expected):
+    expected = (lambda *_: None) if posted_early else receives_to_post
+    with mock.patch.object(mailbox, "receives_to_post", expected):
         hosts = variant.enqueue()
     plan, rng = variant.plans()[PLAN], random.Random(variant.num_ranks)
     draws = (two_neighbours(plan, rng) for _ in range(num_draws))

@@ -31,11 +31,11 @@ class LateLane(Lane):
         """Hand the copy to the thread."""
         self._last = self._thread.submit(self._copy_late, target, source, description)
 
-    def mark(self) -> Future[None]:
+    def record_event(self) -> Future[None]:
         """Return the last copy."""
         return self._last
 
-    def hold_compute(self, event: Future[None]) -> None:
+    def make_compute_wait(self, event: Future[None]) -> None:
         """Block until a copy is done."""
         event.result()
 

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer, CopyLanes
 from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import placed
+from lightning_pipeoffload.runtime.step import set_plan_indices
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -111,7 +111,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
     slices = trace_batch(pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0)
-    microbatches = placed(slices)
+    microbatches = set_plan_indices(slices)
     pipeline.commit()
     transport = AbsentNeighbours(plan, 0, costs, CPU)
     executor = Executor(0, pipeline.stages, transport, ActionTimer(CPU), memory)

@@ -27,8 +27,8 @@ from lightning_pipeoffload.schedule import (
     OpenReceives,
     Schedule,
     build,
-    expected_during,
     lower,
+    receives_to_post,
     recv_before,
     recv_of,
     send_of,
@@ -52,7 +52,7 @@ def enqueued(plan: Schedule, rank: int, expected: Expected) -> Iterator[Operatio
     """Yield what a rank's host enqueues, in its order, as the executor does."""
     posted: list[Action] = []
     receives = OpenReceives(plan, rank, lambda receive, source: posted.append(receive), expected)
-    receives.expect(plan[rank])
+    receives.queue_receives(plan[rank])
     taken: set[Action] = set()
 
     def post() -> Iterator[Operation]:
@@ -88,7 +88,7 @@ class Devices:
     ) -> None:
         self._plan, self._seconds, self._transfer = plan, seconds, transfer
         self._left = [
-            [*enqueued(plan, rank, None if early else expected_during(plan, rank, ESTIMATE))][::-1]
+            [*enqueued(plan, rank, None if early else receives_to_post(plan, rank, ESTIMATE))][::-1]
             for rank in range(plan.num_ranks)
         ]
         self._now = [0.0] * plan.num_ranks

@@ -46,11 +46,11 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     Slices,
     build,
-    cut_positions,
     lower,
     make_plan,
     options,
     simulate,
+    slice_ends,
 )
 from lightning_pipeoffload.schedule.simulation import steady_period
 
@@ -69,7 +69,7 @@ def costs_of(num_tokens: int, num_chunks: int, num_slices: int, is_equal: bool =
     seconds = {name: LINEAR + part for name, part in parts.items()}
     unit = sum(seconds.values()) * num_chunks / 3
     square = 0 if is_equal else 3 * quadratic
-    ends = cut_positions(num_tokens, num_slices, 3 * LINEAR, square)
+    ends = slice_ends(num_tokens, num_slices, 3 * LINEAR, square)
     slices = Slices(
         tuple(end - start for start, end in zip((0, *ends), ends, strict=False)),
         quadratic_forward=quadratic / seconds["forward"],
@@ -199,7 +199,7 @@ def emulated_costs(seconds: float, num_chunks: int, sizes: Sequence[int] = ()) -
 def emulated_schedule(num_slices: int, num_ranks: int, count: int, seconds: float) -> Schedule:
     """Return the schedule of a run: a V of slices, or the fastest of whole sequences."""
     if num_slices > 1:
-        costs = emulated_costs(seconds, 2).with_equal_slices(2 * num_ranks, num_slices)
+        costs = emulated_costs(seconds, 2).with_balanced_slices(2 * num_ranks, num_slices)
         return build(COLUMN[0], num_ranks, count, num_sequence_slices=num_slices, costs=costs)
     wanted = [
         option
@@ -234,7 +234,7 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
     sizes: list[int] = []
     if given.slices > 1:
         record = strategy.split.executor.microbatches[0].record
-        parts = record.in_slices(given.slices)[0].sequence_slices
+        parts = record.slice_records(given.slices)[0].sequence_slices
         sizes = [part.stop - part.start for part in parts]
     costs = emulated_costs(seconds, num_chunks, sizes)
     return {

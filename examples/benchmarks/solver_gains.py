@@ -19,8 +19,8 @@ from lightning_pipeoffload.schedule import (
     Costs,
     PlanRequest,
     ScheduleError,
-    accept,
     build,
+    check_schedule,
     make_plan,
     options,
     simulate,
@@ -83,7 +83,7 @@ def solved(setting: Setting, limit: float, seconds: float) -> tuple[float, float
             solver_seconds=seconds,
             plan_cache=folder,
         )
-    accept(plan, setting.costs, limit)
+    check_schedule(plan, setting.costs, limit)
     return simulate(plan, setting.costs).makespan, time.monotonic() - start
 
 

@@ -46,13 +46,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 from examples.benchmarks.weight_split import Engine, fused, ours
 from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.compiled import splitting_regions
-from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
+from lightning_pipeoffload.runtime.shapes import has_partial_gradient, is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
-    keep_local_parts,
+    replace_dtensors,
     waiting_for_collectives,
 )
-from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    deferring_kernels,
+    mark_deferrable,
+)
 
 SIZE = 2  # tensor ranks
 NUM_BLOCKS = 4
@@ -157,13 +161,13 @@ class Case:
             for block in self._blocks:
                 parallelize(block, mesh)
             if engine is ours:
-                keep_local_parts(self._blocks, mesh)
+                replace_dtensors(self._blocks, mesh)
             x, gradient = (
                 each.chunk(mesh.size(), dim=1)[mesh.get_local_rank()] for each in (x, gradient)
             )
         self._x, self._gradient = x.contiguous().requires_grad_(), gradient.contiguous()
         for parameter in self._blocks.parameters():
-            mark(parameter)
+            mark_deferrable(parameter)
         if compile is not None:
             for block in self._blocks:
                 block.compile(fullgraph=True, **compile)
@@ -230,7 +234,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
     sharding = sharding_of(parameter)
-    if has_gradient_in_parts(parameter):
+    if has_partial_gradient(parameter):
         gradient = gradient.clone()
         dist.all_reduce(gradient)
     return gather_whole(gradient, sharding) if sharding and is_shard(parameter) else gradient

@@ -39,12 +39,12 @@ from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     Costs,
-    Option,
+    PlanOption,
     PlanRequest,
     ScheduleError,
+    device_indices,
     make_plan,
     options,
-    places_of,
     steady_period,
 )
 
@@ -125,7 +125,7 @@ def run(name: str, num_microbatches: int) -> dict[str, Any]:
 
 def costs_of(cut: Sequence[int], placement: Sequence[int], slowness: Sequence[float]) -> Costs:
     """Return what the stages of a cut truly cost."""
-    places = places_of(placement)
+    places = device_indices(placement)
     of_stages = zip(cut, placement, strict=True)
     seconds = [SECONDS * count * slowness[places[rank]] for count, rank in of_stages]
     return Costs(seconds, seconds, seconds, LATENCY)
@@ -137,7 +137,7 @@ def cuts(num_blocks: int, num_stages: int) -> Iterator[list[int]]:
         yield [end - start for start, end in pairwise((0, *ends, num_blocks))]
 
 
-def period_of(option: Option, num_ranks: int, costs: Costs) -> float:
+def period_of(option: PlanOption, num_ranks: int, costs: Costs) -> float:
     """Return the time from one step to the next; infinite without a plan."""
     try:
         period = make_plan(PlanRequest(num_ranks, [option], lambda option: costs)).best.period

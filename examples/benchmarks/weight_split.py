@@ -36,7 +36,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.demos import Block
 from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.compiled import splitting_regions
-from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    deferring_kernels,
+    mark_deferrable,
+)
 
 NUM_BLOCKS = 8
 BATCH, TOKENS, HEADS = 2, 256, 4
@@ -150,7 +154,7 @@ class Case:
         torch.manual_seed(0)
         blocks = Blocks(width, checkpointed, kind)
         for parameter in blocks.parameters():
-            mark(parameter)
+            mark_deferrable(parameter)
         x = torch.randn(BATCH, TOKENS, width, requires_grad=True)
         case = cls(blocks, x, torch.randn(BATCH, TOKENS, width))
         case.clear()

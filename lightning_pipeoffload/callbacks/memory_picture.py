@@ -16,10 +16,10 @@ from lightning_pipeoffload.pictures import (
     SMALL,
     has_matplotlib,
     new_figure,
-    obstacle_of,
+    picture_path_error,
     save_figure,
 )
-from lightning_pipeoffload.runtime.memory import Held
+from lightning_pipeoffload.runtime.memory import HeldBytes
 from lightning_pipeoffload.schedule import Costs, Timeline, bytes_text, simulate
 from lightning_pipeoffload.schedule.simulation import Curve, host_memory_curves, memory_curves
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
@@ -62,7 +62,7 @@ class MemoryPicture(Callback):
                 f'{type(trainer.strategy).__name__}; use strategy="pipeoffload"'
             )
         if stage == "fit":
-            obstacle = obstacle_of(self._path) if trainer.is_global_zero else ""
+            obstacle = picture_path_error(self._path) if trainer.is_global_zero else ""
             obstacle = trainer.strategy.broadcast(obstacle)
             if obstacle:
                 raise ValueError(
@@ -89,7 +89,7 @@ def _draw(strategy: PipeOffloadStrategy, costs: Costs) -> Figure:
 
 def _measured_panel(entries: list[tuple[Any, ...]]) -> MemoryPanel:
     times = [0.0, *(entry[0] for entry in entries)]
-    held = [Held(), *(Held(*entry[1:]) for entry in entries)]
+    held = [HeldBytes(), *(HeldBytes(*entry[1:]) for entry in entries)]
     device, host, moving = (
         [(time, float(there[index])) for time, there in zip(times, held, strict=True)]
         for index in range(3)

@@ -28,7 +28,7 @@ from lightning_pipeoffload.pictures import (
     MISSING,
     MeasuredStep,
     draw_measured,
-    obstacle_of,
+    picture_path_error,
     save_figure,
     to_measured_trace,
 )
@@ -127,7 +127,7 @@ class PipelineMonitor(Callback):
     ) -> None:
         if self._step.is_logged:
             gradients = _strategy_of(trainer).split.pipeline.gradients
-            counted = gradients.counted([*pl_module.parameters()]).values()
+            counted = gradients.counted_gradients([*pl_module.parameters()]).values()
             self._step.figures["grad_norm"] = get_total_norm(map(_values_of, counted))
 
     @override
@@ -140,10 +140,10 @@ class PipelineMonitor(Callback):
         batch_idx: int,
     ) -> None:
         strategy = _strategy_of(trainer)
-        self._follow(strategy.split.executor.timer)
+        self._end_last_period(strategy.split.executor.timer)
         self._see_plans()
         if self._counts:
-            self._count(strategy, pl_module)
+            self._add_counts(strategy, pl_module)
         if trainer.global_step >= self._step.number:
             self._end_step(trainer, strategy)
         self._send()
@@ -188,19 +188,19 @@ class PipelineMonitor(Callback):
         number = num_done + 1
         return OptimizerStep(number, bool(self._log_every) and number % self._log_every == 0)
 
-    def _follow(self, timer: ActionTimer) -> None:
+    def _end_last_period(self, timer: ActionTimer) -> None:
         """End the last step's period: the next one has begun."""
         last, self._last = self._last, None
         if timer is not self._timer:  # the plan was made anew, which is no part of a step
             self._timer = timer
             (self._step if last is None else last).omit_period()
         if last is not None:
-            last.follow_with(self._first_plan(timer))
+            last.end_period(self._first_plan(timer))
             self._wait_for(last)
 
     def _first_plan(self, timer: ActionTimer) -> TimedStep:
         ended = timer.ended_after(self._seen)
-        return ended[0] if ended else timer.running
+        return ended[0] if ended else timer.current_step
 
     def _wait_for(self, step: OptimizerStep) -> None:
         if step.is_logged and step.plans:
@@ -212,7 +212,7 @@ class PipelineMonitor(Callback):
             self._seen = plan
             self._step.plans.append(plan)
 
-    def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
+    def _add_counts(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
         traced = (m.record.work for m in strategy.split.executor.microbatches if m.has_result)
         flops = getattr(module, "flops_per_batch", None) or sum(w.training_flops for w in traced)
         counts = {"flops": flops} if flops else {}
@@ -236,7 +236,7 @@ class PipelineMonitor(Callback):
         plan, measurements = strategy.split.executor.plan, strategy.split.measurements
         gathered = measurements.gather_step(step.plans[-1])
         costs = measurements.gather_costs(plan, may_copy=plan.has_copies)
-        if gathered is not None and strategy.group.reports:
+        if gathered is not None and strategy.group.is_global_zero:
             measured, error = gathered
             written = self._files.write(step.number, measured, error, plan, costs)
             if written:
@@ -281,7 +281,7 @@ def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
         f"figures/{name}",
         strategy.global_rank,
         sorted({*group.first_replica, *group.roots, *strategy.split.pipeline.gradients.ranks}),
-        strategy.processes.fail,
+        strategy.processes.report_thread_failure,
     )
 
 
@@ -308,7 +308,7 @@ class _TimelineFiles:
     def obstacle(self) -> str:
         """Say why a file cannot be written; empty if all can."""
         for path in self.paths:
-            if obstacle := obstacle_of(path):
+            if obstacle := picture_path_error(path):
                 advice = ", or use .json" if obstacle == MISSING else ""
                 return (
                     f"timeline ({path}) of a PipelineMonitor cannot be written: {obstacle}{advice}"

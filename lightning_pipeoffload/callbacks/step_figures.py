@@ -44,7 +44,7 @@ class OptimizerStep:
         """Add to one of its figures."""
         self.figures[name] = self.figures.get(name, 0) + number
 
-    def follow_with(self, plan: TimedStep) -> None:
+    def end_period(self, plan: TimedStep) -> None:
         """End the period where the next step's first plan has started."""
         self._following = plan
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present
+from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO, existing_path
 from lightning_pipeoffload.checkpoints.folder import (
     META_FILE,
     is_checkpoint_folder,
@@ -22,9 +22,9 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.checkpoints.saved_values import SavedValues
-from lightning_pipeoffload.checkpoints.shards import join_saved, place_saved
-from lightning_pipeoffload.runtime import mix_seed, without_collection
+from lightning_pipeoffload.checkpoints.saved_values import CheckpointGatherer
+from lightning_pipeoffload.checkpoints.shards import join_checkpoint_shards, wrap_shards
+from lightning_pipeoffload.runtime import mix_seed, without_garbage_collection
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 
 _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
@@ -32,7 +32,7 @@ _NUM_ENTRIES, _READ = "pipeoffload_num_entries", "pipeoffload_read"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
-class Continued(NamedTuple):
+class ResumeState(NamedTuple):
     """What a checkpoint has of an entry of the trainer: a fit or an evaluation.
 
     Attributes:
@@ -47,7 +47,7 @@ class Continued(NamedTuple):
     num_entries: int = 0
     read: Sequence[dict[str, Any]] = ()
 
-    def next(self, drawn: int, resumed: Continued | None) -> Continued:
+    def next(self, drawn: int, resumed: ResumeState | None) -> ResumeState:
         """Return what the next entry begins with.
 
         Args:
@@ -55,16 +55,16 @@ class Continued(NamedTuple):
             resumed: What that entry continues; None: it resumes no other.
         """
         if resumed is not None and resumed.seed is not None:
-            return Continued(resumed.seed, num_entries=resumed.num_entries)
+            return ResumeState(resumed.seed, num_entries=resumed.num_entries)
         num_entries = self.num_entries + 1  # a second fit from the same state has other numbers
-        return Continued(mix_seed(drawn, num_entries), num_entries=num_entries)
+        return ResumeState(mix_seed(drawn, num_entries), num_entries=num_entries)
 
-    def state_of(self, replica: int, num_replicas: int) -> dict[str, Any] | None:
+    def reader_state(self, replica: int, num_replicas: int) -> dict[str, Any] | None:
         """Return what the reader of a replica had read; the first one's if there were others."""
         return self.read[replica if len(self.read) == num_replicas else 0] if self.read else None
 
     @classmethod
-    def read_from(cls, checkpoint: Mapping[str, Any]) -> Continued:
+    def read_from(cls, checkpoint: Mapping[str, Any]) -> ResumeState:
         return cls(
             checkpoint.get(_SEED),
             checkpoint.get(_FIRST_BATCH, {}),
@@ -96,11 +96,11 @@ def write_checkpoint(
         _write_folder(checkpoint, Path(group.world.broadcast(path, 0)), group)
         return
     # Another plugin may copy the checkpoint before it writes it.
-    one_by_one = type(io) is MovingCheckpointIO
-    checkpoint = join_saved(checkpoint, group)
+    one_by_one = type(io) is AtomicCheckpointIO
+    checkpoint = join_checkpoint_shards(checkpoint, group)
     with (
-        without_collection(),
-        SavedValues(checkpoint, group).checkpoint_with_values(one_by_one) as whole,
+        without_garbage_collection(),
+        CheckpointGatherer(checkpoint, group).checkpoint_with_values(one_by_one) as whole,
     ):
         if group.global_rank == 0:
             io.save_checkpoint(whole, path, storage_options=storage_options)
@@ -109,9 +109,9 @@ def write_checkpoint(
 def _write_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:
     by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
     rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
-    by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
-    rest = join_saved(rest, group)
-    with SavedValues(rest, group).checkpoint_with_values(one_by_one=False) as whole:
+    by_ranks["state_dict"] = wrap_shards(by_ranks["state_dict"])
+    rest = join_checkpoint_shards(rest, group)
+    with CheckpointGatherer(rest, group).checkpoint_with_values(one_by_one=False) as whole:
         rest = whole
     write_checkpoint_folder({**rest, **by_ranks}, path, group.world)
 
@@ -123,7 +123,7 @@ def read_checkpoint(
 
     ``fits`` says of a folder whether the optimizers' states are needed.
     """
-    folder = Path(present(path))
+    folder = Path(existing_path(path))
     if not is_checkpoint_folder(folder):
         refuse_incomplete_folder(folder)
         return io.load_checkpoint(path, weights_only=weights_only)

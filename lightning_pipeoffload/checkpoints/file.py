@@ -54,7 +54,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DEAD_SECONDS = 24 * 3600.0
 
 
-class MovingCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a local file next to its destination and moves it; writes URLs as Lightning does.
 
     Lightning writes to the system's temporary folder. A move between disks is a copy, and a kill
@@ -68,17 +68,17 @@ class MovingCheckpointIO(TorchCheckpointIO):
         if is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        with replacing(path) as part, part.open("wb") as file, showing_first_error():
+        with replace_atomically(path) as part, part.open("wb") as file, showing_first_error():
             torch.save(checkpoint, file)  # given a path it hides why it could not write
 
     @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = present(path)
+        path = existing_path(path)
         with naming_damaged(path):
             if map_location is None and not is_remote(path) and is_archive(path):
-                return load_later(path, weights_only, _OF_RANKS)
+                return load_lazily(path, weights_only, _OF_RANKS)
             return super().load_checkpoint(path, map_location or on_host, weights_only)
 
     @override
@@ -117,7 +117,7 @@ def is_archive(path: str | Path) -> bool:
         return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
 
 
-def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern[str]) -> Any:
+def load_lazily(path: str | Path, weights_only: bool | None, is_later: re.Pattern[str]) -> Any:
     """Load a file of ``torch.save`` to the host; read each tensor only when it is used.
 
     Args:
@@ -133,15 +133,17 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
             return leaf
         is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
         if is_plain and is_later.match(keystr(keys)):
-            return stored(leaf)
+            return to_stored_tensor(leaf)
         return deepcopy(leaf, copied)
 
     mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
     loaded = tree_map_with_path(load, mapped)
-    return with_versions(loaded, mapped) if isinstance(mapped, dict) else loaded
+    return copy_state_dict_metadata(loaded, mapped) if isinstance(mapped, dict) else loaded
 
 
-def with_versions(checkpoint: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+def copy_state_dict_metadata(
+    checkpoint: dict[str, Any], source: Mapping[str, Any]
+) -> dict[str, Any]:
     """Give the state dicts of a checkpoint the versions that those of ``source`` have."""
     for key, state in source.items():
         if hasattr(state, "_metadata"):
@@ -157,7 +159,7 @@ def state_dict_of(entries: Mapping[str, Any], like: Any) -> OrderedDict[str, Any
     return state
 
 
-def stored(mapped: Tensor) -> StoredTensor:
+def to_stored_tensor(mapped: Tensor) -> StoredTensor:
     """Return a tensor that is copied from a mapped file each time it is used."""
     return StoredTensor(mapped.to("meta"), partial(_copy_and_release, mapped))
 
@@ -178,7 +180,7 @@ def on_host(storage: Any, location: str) -> Any:
 
 
 @contextmanager
-def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
+def replace_atomically(path: str | Path, folder: bool = False) -> Iterator[Path]:
     """Yield the path of a new file or folder, which is moved to ``path`` when the block ends.
 
     If the block raises, the new file is deleted and ``path`` is unchanged. Unfinished files of
@@ -190,7 +192,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path.parent)
-    part, lock = _begin(path, folder)
+    part, lock = _create_locked_part(path, folder)
     try:
         yield part
         _move_into_place(part, path)
@@ -203,7 +205,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
             os.close(lock)
 
 
-def _begin(path: Path, folder: bool) -> tuple[Path, int | None]:
+def _create_locked_part(path: Path, folder: bool) -> tuple[Path, int | None]:
     while True:
         part = _new_part(path)
         part.mkdir() if folder else part.touch()
@@ -229,25 +231,25 @@ def _move_into_place(part: Path, path: Path) -> None:
     """Move a file or a folder to ``path``; at any moment the old or the new one is complete.
 
     Nothing is moved to the place of a folder with files, so that one is first renamed to a name
-    that :func:`present` finds.
+    that :func:`existing_path` finds.
     """
     _flush(part)
     if not os.path.lexists(path) or not (part.is_dir() or path.is_dir()):
         part.replace(path)
-        delete(_aside(path))
+        delete(_backup_path(path))
         return
-    aside = _aside(path)
+    aside = _backup_path(path)
     delete(aside)
     path.rename(aside)
     part.rename(path)
     delete(aside)
 
 
-def present(path: str | Path) -> str | Path:
+def existing_path(path: str | Path) -> str | Path:
     """Return ``path``, or the name under which a kill during a move has left the checkpoint."""
     if is_remote(path) or os.path.lexists(path):
         return path
-    aside = _aside(Path(path))
+    aside = _backup_path(Path(path))
     return aside if aside.exists() else path
 
 
@@ -299,7 +301,7 @@ def _this_node() -> str:
     return f"{uuid.getnode():012x}"[-_TOKEN_LENGTH:]
 
 
-def _aside(path: Path) -> Path:
+def _backup_path(path: Path) -> Path:
     """Return the path to which an old checkpoint is renamed until the new one is in place.
 
     For ``last.ckpt`` it is ``last.being-replaced.ckpt``, which ``ckpt_path="last"`` finds too.

@@ -45,10 +45,10 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.file import (
-    MovingCheckpointIO,
+    AtomicCheckpointIO,
     is_remote,
     naming_damaged,
-    replacing,
+    replace_atomically,
     showing_first_error,
 )
 from lightning_pipeoffload.runtime import StoredTensor
@@ -89,8 +89,8 @@ def refuse_incomplete_folder(path: Path) -> None:
         )
 
 
-class WholeCheckpoints(ParallelStrategy):
-    """Writes files with :class:`MovingCheckpointIO`, also inside of a plugin that wraps another."""
+class AtomicCheckpoints(ParallelStrategy):
+    """Writes files with :class:`AtomicCheckpointIO`, also inside of a plugin that wraps another."""
 
     _save_distributed_checkpoint: bool
 
@@ -98,7 +98,7 @@ class WholeCheckpoints(ParallelStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = MovingCheckpointIO()
+            self._checkpoint_io = AtomicCheckpointIO()
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -109,7 +109,7 @@ class WholeCheckpoints(ParallelStrategy):
                 f"folder; remove one of them"
             )
         if isinstance(io, _WrappingCheckpointIO):
-            io.checkpoint_io = MovingCheckpointIO()
+            io.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_io = io
 
 
@@ -141,7 +141,7 @@ def write_checkpoint_folder(
         RuntimeError: A rank could not write; all ranks raise it, and ``path`` is unchanged.
     """
     is_first = dist.get_rank() == 0
-    with replacing(path, folder=True) if is_first else nullcontext() as folder:
+    with replace_atomically(path, folder=True) if is_first else nullcontext() as folder:
         part: Path = world.broadcast(folder, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):

@@ -28,7 +28,7 @@ def is_hugging_face(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def to_module(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
+def convert_from_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     """Return weights of the hub under the names of a model of transformers.
 
     Args:
@@ -61,7 +61,7 @@ def to_module(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     cached = _keep_last()
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     for name, parts in pieces.items():
-        converted |= _converted_when_read(
+        converted |= _convert_lazily(
             partial(_convert, model, by_pattern[parts[0][1]], name, parts),
             {key: weights[key] for key, _ in parts},
             cached,
@@ -79,7 +79,7 @@ def _convert(
     return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
 
 
-def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
+def convert_to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     """Return a model's weights under the names of the hub, tied ones once.
 
     Args:
@@ -95,10 +95,10 @@ def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
     cached = _keep_last()
-    together = _converted_when_read(revert, once, cached)
+    together = _convert_lazily(revert, once, cached)
     converted: _Weights = {}
     for group in _find_groups(revert, once, _sizes(together)):
-        converted |= _converted_when_read(revert, {name: once[name] for name in group}, cached)
+        converted |= _convert_lazily(revert, {name: once[name] for name in group}, cached)
     return converted if _sizes(converted) == _sizes(together) else together
 
 
@@ -142,7 +142,7 @@ def _keep_last() -> _CachedCall:
     return call
 
 
-def _converted_when_read(
+def _convert_lazily(
     convert: Callable[[_Weights], _Weights], weights: _Weights, cached: _CachedCall
 ) -> _Weights:
     """Return the results of a conversion, which runs when one of them is used."""

@@ -17,8 +17,8 @@ from lightning_pipeoffload.runtime import value_of
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     full_shape,
-    options_of,
-    read_shapes,
+    params4bit_arguments,
+    read_shape_only_quant_state,
     read_state,
 )
 from lightning_pipeoffload.runtime.users_code import Slot
@@ -29,7 +29,7 @@ _ENTRY = re.compile(
 Entries = dict[str, Tensor]
 
 
-def pop_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
+def pop_quant_states(weights: dict[str, Tensor]) -> dict[str, Entries]:
     """Remove the quantization states of 4-bit weights from a dict; return them by weight."""
     entries: dict[str, Entries] = {}
     for key in list(weights):
@@ -69,18 +69,18 @@ def load_4bit(
     if weight.is_meta:
         if device.type == "meta":
             return
-        weight = _given_memory(weight, device)
+        weight = _materialize(weight, device)
     state = None
     if entries:
         if isinstance(weight, ShapeOnly):
-            state = read_shapes(entries, weight)
+            state = read_shape_only_quant_state(entries, weight)
         else:
             state = read_state(entries, weight.device)
-        value = _value(weight, stored, stored.dtype)
+        value = _read_or_shape(weight, stored, stored.dtype)
         weight.blocksize, weight.compress_statistics = state.blocksize, state.nested
         weight.quant_type, weight.quant_storage = state.quant_type, stored.dtype
     else:
-        value = _value(
+        value = _read_or_shape(
             weight, _transposed_for_conv1d(slots[0], stored), _dtype_in_full(weight, stored)
         )
     weight.data, weight.quant_state, weight.bnb_quantized = value, state, bool(entries)
@@ -91,11 +91,11 @@ def load_4bit(
         slot.module.quant_state = weight.quant_state
 
 
-def _given_memory(weight: Any, device: torch.device) -> Any:
+def _materialize(weight: Any, device: torch.device) -> Any:
     if isinstance(weight, ShapeOnly):
         return weight.on_device(device)  # type: ignore[attr-defined]
     empty = torch.empty(0, dtype=weight.dtype, device=device)
-    return type(weight)(empty, requires_grad=False, **options_of(weight))
+    return type(weight)(empty, requires_grad=False, **params4bit_arguments(weight))
 
 
 def _dtype_in_full(weight: Any, stored: Tensor) -> torch.dtype:
@@ -111,7 +111,7 @@ def _transposed_for_conv1d(slot: Slot, stored: Tensor) -> Tensor:
     return stored.T if getattr(source, "__name__", "") == "Conv1D" else stored
 
 
-def _value(weight: Tensor, stored: Tensor, dtype: torch.dtype) -> Tensor:
+def _read_or_shape(weight: Tensor, stored: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, ShapeOnly):
         meta = torch.empty(stored.shape, dtype=dtype, device="meta")
         return ShapeOnly(meta, weight.device, weight.origins)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.checkpoints.file import is_archive, load_later, stored
+from lightning_pipeoffload.checkpoints.file import is_archive, load_lazily, to_stored_tensor
 from lightning_pipeoffload.checkpoints.folder import META_FILE, StoredFolder
-from lightning_pipeoffload.checkpoints.hugging_face import is_hugging_face, to_module
+from lightning_pipeoffload.checkpoints.hugging_face import convert_from_hub, is_hugging_face
 from lightning_pipeoffload.checkpoints.load_4bit import (
     Entries,
     explain_misfit,
     load_4bit,
-    pop_entries,
+    pop_quant_states,
 )
 from lightning_pipeoffload.runtime import value_of
-from lightning_pipeoffload.runtime.making import FreedMemory
+from lightning_pipeoffload.runtime.making import HeapTrimmer
 from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     ShapeOnly,
@@ -69,14 +69,14 @@ def load_weights(
     """
     weights = _rename(open_weights(path), prefix, key_mapping)
     if is_hugging_face(module):
-        weights = to_module(module, weights)
+        weights = convert_from_hub(module, weights)
     tensors = {
         name: tensor
         for name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-    pop_entries(tensors)
-    entries = pop_entries(weights)
+    pop_quant_states(tensors)
+    entries = pop_quant_states(weights)
     fit = _WeightAssignment(module, tensors, weights, entries, str(path))
     fit.refuse_other_model()
     fit.refuse_packed()
@@ -85,7 +85,7 @@ def load_weights(
         fit.refuse_missing()
         fit.refuse_unexpected()
     fit.refuse_apart()
-    device, freed = torch.get_default_device(), FreedMemory()
+    device, freed = torch.get_default_device(), HeapTrimmer()
     slots: dict[int, list[Slot]] = {}
     for slot in find_slots(module):
         slots.setdefault(id(slot.tensor), []).append(slot)
@@ -95,12 +95,12 @@ def load_weights(
                 load_4bit(slots[tensor], weights[name], entries.get(name, {}), device)
                 freed.trim_heap()  # bitsandbytes takes some times a weight to quantize it on a CPU
             else:
-                filled = _with_memory(slots.get(tensor, []), tensors[name], device)
+                filled = _materialize(slots.get(tensor, []), tensors[name], device)
                 if not filled.is_meta:
                     _copy(filled, weights[name])
 
 
-def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) -> Tensor:
+def _materialize(slots: Sequence[Slot], tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor; replace one on the meta device with one that has memory."""
     if not tensor.is_meta or device.type == "meta":
         return tensor
@@ -128,7 +128,7 @@ def _copy(filled: Tensor, weight: Tensor) -> None:
     if isinstance(part, ShapeOnly):
         part.zero_()  # a write, for observers
     else:
-        part.copy_(sharding.part(value_of(weight)))
+        part.copy_(sharding.local_shard_of(value_of(weight)))
 
 
 def _rename(
@@ -324,7 +324,7 @@ def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         for key in file.keys():  # noqa: SIM118 - it is no dict
-            tensors[key] = stored(file.get_tensor(key))
+            tensors[key] = to_stored_tensor(file.get_tensor(key))
     return tensors
 
 
@@ -334,7 +334,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             f"{path} is no file of torch.save (the format since torch 1.6) and no {_SUFFIX}; "
             f"save it again with torch.save(state_dict, path)"
         )
-    saved = load_later(path, weights_only=True, is_later=re.compile(""))
+    saved = load_lazily(path, weights_only=True, is_later=re.compile(""))
     state = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
     tensors = _only_tensors(state) if isinstance(state, Mapping) else {}
     if not tensors:

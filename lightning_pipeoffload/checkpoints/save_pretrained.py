@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.checkpoints.file import replacing
-from lightning_pipeoffload.checkpoints.hugging_face import to_hub
+from lightning_pipeoffload.checkpoints.file import replace_atomically
+from lightning_pipeoffload.checkpoints.hugging_face import convert_to_hub
 from lightning_pipeoffload.checkpoints.load_weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -66,19 +66,21 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(config):
         entries = adapter_entries(config)
-        return write_adapters(config, _of_model(config, entries, weights, prefix, source), folder)
+        return write_adapters(
+            config, _select_model_weights(config, entries, weights, prefix, source), folder
+        )
     if config is None:
         weights = {k.removeprefix(prefix or ""): v for k, v in weights.items()}
     else:
-        model = _make_shapes(config)
-        weights = _of_model(model, model.state_dict(), weights, prefix, source)
+        model = _make_meta_model(config)
+        weights = _select_model_weights(model, model.state_dict(), weights, prefix, source)
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-        weights = to_hub(model, weights)
+        weights = convert_to_hub(model, weights)
         _write_configs(model, dtype, folder)
     return _write_shards(weights, folder, parse_bytes(max_shard_size, "max_shard_size"))
 
 
-def _make_shapes(config: Any) -> Any:
+def _make_meta_model(config: Any) -> Any:
     """Return the model of a configuration, on the meta device."""
     import transformers  # noqa: PLC0415 - comes with the extra "hf"
 
@@ -91,7 +93,7 @@ def _make_shapes(config: Any) -> Any:
     return model
 
 
-def _of_model(
+def _select_model_weights(
     model: Any,
     expected: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
@@ -139,7 +141,7 @@ def _write_shards(weights: Mapping[str, Tensor], folder: Path, max_bytes: int) -
     shards = list(_share_out(weights, max_bytes))
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for name, keys in zip(names, shards, strict=True):
-        with replacing(folder / name) as part:
+        with replace_atomically(folder / name) as part:
             values = {key: value_of(weights[key]).contiguous() for key in keys}
             save_file(values, part, metadata={"format": "pt"})
             del values

@@ -28,7 +28,7 @@ from torch.utils._pytree import (  # private: see runtime/leaves
     tree_unflatten,
 )
 
-from lightning_pipeoffload.checkpoints.file import with_versions
+from lightning_pipeoffload.checkpoints.file import copy_state_dict_metadata
 from lightning_pipeoffload.runtime import StoredTensor, value_of
 from lightning_pipeoffload.runtime.comm import PipelineGroup, as_bytes, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
@@ -51,22 +51,22 @@ def shapes_of(tree: Any, global_rank: int) -> Any:
     return tree_map_with_path(shape, tree)
 
 
-def described_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") -> dict[Any, Any]:
+def picklable_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") -> dict[Any, Any]:
     """Return what ``shapes_of`` does for whoever gets it by pickle, which takes a fifth as long."""
     shapes: dict[Any, Any] = type(entries)()
     for key, value in entries.items():
         path = f"{name}.{key}" if name else str(key)
         if type(value) in (dict, OrderedDict):
-            shapes[key] = described_shapes(value, global_rank, path)
+            shapes[key] = picklable_shapes(value, global_rank, path)
         elif type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided:
             origin = f"{path} (on global rank {global_rank})"
-            shapes[key] = _Described(tuple(value.shape), value.stride(), value.dtype, origin)
+            shapes[key] = _PickledShape(tuple(value.shape), value.stride(), value.dtype, origin)
         else:
             shapes[key] = shapes_of({path: value}, global_rank)[path]
     return shapes
 
 
-class _Described:
+class _PickledShape:
     """Becomes a ShapeOnly where it is read from a pickle."""
 
     def __init__(self, *properties: Any) -> None:
@@ -83,7 +83,7 @@ def _make_shape(
     return ShapeOnly(meta, torch.device("cpu"), frozenset((origin,)))
 
 
-class SavedValues:
+class CheckpointGatherer:
     """The values of one checkpoint; all ranks of all replicas make it together.
 
     Args:
@@ -120,7 +120,7 @@ class SavedValues:
         numbers: dict[Any, int] = {}
         leaves = [self._absent_leaf(number) for number in range(len(self._absent))]
         return [
-            numbers.setdefault(_memory_of(leaf), index)
+            numbers.setdefault(_storage_key(leaf), index)
             if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)
             else None
             for index, leaf in enumerate(leaves)
@@ -154,7 +154,7 @@ class SavedValues:
         fetches: dict[int, tuple[Any, Callable[[], Tensor]]] = {}
         for place, leaf in enumerate(self._leaves):
             if _is_elsewhere(leaf):
-                fetches[place] = _memory_of(leaf), partial(_on_host, leaf)
+                fetches[place] = _storage_key(leaf), partial(_on_host, leaf)
         # All into the same memory, one after the other: separate allocations would fragment it.
         largest = max(map(self._size, range(len(self._absent))), default=0)
         room = torch.empty(largest if one_by_one else 0, dtype=torch.uint8)
@@ -167,9 +167,9 @@ class SavedValues:
         leaves = [*self._leaves]
         for place, (key, fetch) in sorted(fetches.items()):
             if key not in fetched:
-                fetched[key] = LateTensor(leaves[place], fetch) if one_by_one else fetch()
+                fetched[key] = DeferredTensor(leaves[place], fetch) if one_by_one else fetch()
             leaves[place] = fetched[key]
-        return with_versions(tree_unflatten(leaves, self._structure), self._checkpoint)
+        return copy_state_dict_metadata(tree_unflatten(leaves, self._structure), self._checkpoint)
 
     def _receive(self, like: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
         if (owner, number) not in self._in_hand:
@@ -225,7 +225,7 @@ class SavedValues:
         return as_bytes(_on_host(self._absent_leaf(number)).contiguous())
 
 
-class LateTensor:
+class DeferredTensor:
     """Replaces a tensor in the argument of ``torch.save``; the file contains a normal tensor.
 
     Args:
@@ -287,7 +287,7 @@ def _is_elsewhere(leaf: Any) -> bool:
     return isinstance(leaf, StoredTensor) or leaf.device.type != "cpu"
 
 
-def _memory_of(leaf: Any) -> Any:
+def _storage_key(leaf: Any) -> Any:
     """Return a key that is equal for all names of one tensor, such as a tied weight."""
     if isinstance(leaf, StoredTensor) or leaf.layout is not torch.strided or not leaf.numel():
         return id(leaf)

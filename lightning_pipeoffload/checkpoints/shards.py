@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.checkpoints.file import with_versions
+from lightning_pipeoffload.checkpoints.file import copy_state_dict_metadata
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers import GroupNames, number_optimizer_state
 from lightning_pipeoffload.runtime import StoredTensor, leaves_of, value_of
@@ -39,10 +39,10 @@ def join_shards(state: dict[str, Any], module: nn.Module, group: PipelineGroup) 
     shardings = _shardings_in(module)
     for name in state:
         if name in shardings:
-            state[name] = _joined(name, state[name], shardings[name], group)
+            state[name] = _join_shard(name, state[name], shardings[name], group)
 
 
-def join_saved(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, Any]:
+def join_checkpoint_shards(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, Any]:
     """Return a checkpoint with the whole of each shard that a callback saves of a copy.
 
     All ranks call it; values are as by :func:`join_shards`.
@@ -62,7 +62,9 @@ def join_saved(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, An
         )
     if not any(of_ranks):
         return checkpoint
-    return with_versions(tree_map(partial(_whole_of, group=group), checkpoint), checkpoint)
+    return copy_state_dict_metadata(
+        tree_map(partial(_join_leaf, group=group), checkpoint), checkpoint
+    )
 
 
 def _division_of(value: Any) -> Sharding | None:
@@ -71,16 +73,16 @@ def _division_of(value: Any) -> Sharding | None:
     return sharding if sharding is not None and sharding.is_divided else None
 
 
-def _whole_of(leaf: Any, group: PipelineGroup) -> Any:
+def _join_leaf(leaf: Any, group: PipelineGroup) -> Any:
     sharding = _division_of(leaf)
     if sharding is None:
         return leaf
     if isinstance(leaf, ShapeOnly):
         return shapes_of(torch.empty(sharding.shape, dtype=leaf.dtype, device="meta"), 0)
-    return _joined("a shard", local_part(leaf), sharding, group)
+    return _join_shard("a shard", local_part(leaf), sharding, group)
 
 
-def place_saved(state: Mapping[str, Any]) -> dict[str, Any]:
+def wrap_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict, which may be of a copy, with its shards as DTensors."""
     placed = dict(state)
     for name, value in state.items():
@@ -96,7 +98,7 @@ def shards_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, DTensor]
     return {name: _placed(state[name], shardings[name]) for name in state if name in shardings}
 
 
-def state_of_whole(
+def join_optimizer_state(
     name: str,
     parameter: Tensor,
     state: Mapping[str, Any],
@@ -116,7 +118,7 @@ def state_of_whole(
             of_whole[key] = (
                 _placed(value, sharding)
                 if in_shards
-                else _joined(f"{name}.{key}", value, sharding, group)
+                else _join_shard(f"{name}.{key}", value, sharding, group)
             )
     return of_whole
 
@@ -132,7 +134,7 @@ def _placed(part: Tensor, sharding: Sharding) -> DTensor:
     )  # fmt: skip
 
 
-def _joined(name: str, part: Tensor, sharding: Sharding, group: PipelineGroup) -> Tensor:
+def _join_shard(name: str, part: Tensor, sharding: Sharding, group: PipelineGroup) -> Tensor:
     whole = gather_whole(part, sharding)
     if not group.tensor_rank:
         return whole.cpu()
@@ -140,24 +142,24 @@ def _joined(name: str, part: Tensor, sharding: Sharding, group: PipelineGroup) -
     return shape
 
 
-def parts_of(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+def shard_state_dict(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Return a whole state dict with this rank's shards, each read when it is used."""
     parts: Any = copy(state)  # with its attribute: the versions that modules load by
     for name, sharding in _shardings_in(module).items():
         if name in state:
-            parts[name] = _part_later(state[name], sharding)
+            parts[name] = _shard_lazily(state[name], sharding)
     parts_by_name: Mapping[str, Any] = parts
     return parts_by_name
 
 
-def optimizer_parts_of(
+def shard_optimizer_state(
     state: Mapping[str, Any], names: GroupNames, module: nn.Module
 ) -> dict[str, Any]:
     """Return an optimizer's state of whole parameters with this rank's shards."""
     numbered, shardings = number_optimizer_state(state, names), _shardings_in(module)
     order = [name for group in names for name in group]
     parts = {
-        place: {key: _part_later(value, shardings[order[place]]) for key, value in entry.items()}
+        place: {key: _shard_lazily(value, shardings[order[place]]) for key, value in entry.items()}
         if order[place] in shardings
         else entry
         for place, entry in numbered["state"].items()
@@ -171,8 +173,10 @@ def _shardings_in(module: nn.Module) -> dict[str, Sharding]:
     return {name: each for name, each in shardings.items() if each is not None}
 
 
-def _part_later(whole: Any, sharding: Sharding) -> Any:
+def _shard_lazily(whole: Any, sharding: Sharding) -> Any:
     if not isinstance(whole, Tensor) or whole.shape != sharding.shape:
         return whole
     meta = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-    return StoredTensor(sharding.part(meta), lambda: sharding.part(value_of(whole)).clone())
+    return StoredTensor(
+        sharding.local_shard_of(meta), lambda: sharding.local_shard_of(value_of(whole)).clone()
+    )

@@ -15,31 +15,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
-from lightning_pipeoffload.checkpoints.saved_values import described_shapes, shapes_of
+from lightning_pipeoffload.checkpoints.saved_values import picklable_shapes, shapes_of
 from lightning_pipeoffload.checkpoints.shards import (
+    join_optimizer_state,
     join_shards,
-    optimizer_parts_of,
+    shard_optimizer_state,
     shards_in,
-    state_of_whole,
 )
 from lightning_pipeoffload.optimizers import (
     GroupNames,
     MasterWeights,
     OptimizedParameters,
-    follow_parameters,
-    groups_with,
     load_optimizer_state,
+    move_state_to_parameters,
     name_optimizer_state,
     number_optimizer_state,
-    plain_layout,
-    read_states,
+    plain_state_dict,
+    read_stored_states,
+    replace_group_params,
 )
 from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import (
     absent_in,
     explain_absent,
     load_quantization,
-    make_real,
+    materialize_slot,
     remove_complete_hooks,
 )
 from lightning_pipeoffload.runtime.run import Pipeline
@@ -47,18 +47,18 @@ from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state
 from lightning_pipeoffload.runtime.users_code import find_slots
 
 
-def whole_state(
+def unsplit_state_dict(
     module: nn.Module, masters: MasterWeights | None, is_global_zero: bool
 ) -> dict[str, Any]:
     """Return the state dict of a module that no batch has split yet: that of global rank 0."""
     # Without a seed the ranks' modules differ until they are split.
     state: dict[str, Any] = module.state_dict()
     if masters is not None:
-        masters.replace_in(state, module)
+        masters.replace_in_state_dict(state, module)
     return state if is_global_zero else shapes_of(state, global_rank=0)
 
 
-def load_whole(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_unsplit(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict into a module that no batch has split yet."""
     loaded = load_quantization(module, state, is_split=False)
     plain = copy.copy(state)  # with its attribute: the versions that modules load by
@@ -91,30 +91,36 @@ class SplitState:
         """Whether this rank has only its part of the module."""
         return self._pipeline.is_split
 
-    def of_module(self, in_shards: bool) -> dict[str, Any]:
+    def module_state_dict(self, in_shards: bool) -> dict[str, Any]:
         """Return the state dict under the plain module's keys, in its order.
 
         Tensors that another rank writes are shape-only. With ``in_shards`` each tensor rank writes
         its part of a layer that they share; else one of them the whole.
         """
-        part = self._part(in_shards)
+        part = self._local_entries(in_shards)
         ranks: HostGroup = self._group
         if self._masters is not None and self._group.num_replicas > 1:
             ranks = self._group.world  # which may step some of the masters each
         shards = shards_in(part, self._pipeline.module) if in_shards else {}
         part.update(shards)
-        entries = self._of_all(part, ranks) | shards  # of which each tensor rank writes its own
+        entries = (
+            self._gather_entries(part, ranks) | shards
+        )  # of which each tensor rank writes its own
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
         names = sorted(entries, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: entries[name] for name in names}, like=part)
 
-    def _part(self, in_shards: bool) -> OrderedDict[str, Any]:
+    def _local_entries(self, in_shards: bool) -> OrderedDict[str, Any]:
         """Return the entries that this rank can write: those of its stages and of no stage."""
         state = versioned = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
         if self._masters is not None:
             kept = self._pipeline.module.state_dict(keep_vars=True)
-            of_others = [n for n, value in kept.items() if self._parameters.is_of_another(value)]
+            of_others = [
+                n
+                for n, value in kept.items()
+                if self._parameters.is_updated_by_other_replica(value)
+            ]
             state = {name: value for name, value in state.items() if name not in of_others}
         part = {
             name: value
@@ -122,21 +128,21 @@ class SplitState:
             if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
         }
         if self._masters is not None:
-            self._masters.replace_in(part, self._pipeline.module)
+            self._masters.replace_in_state_dict(part, self._pipeline.module)
         if self._group.num_tensor_ranks > 1 and not in_shards:
             join_shards(part, self._pipeline.module, self._group)
         return state_dict_of(part, like=versioned)
 
-    def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
+    def _gather_entries(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
         """Return the entries of some ranks, with values on the lowest rank that has them."""
         global_rank = self._group.global_rank
         entries: dict[str, Any] = {}
-        listed = dict(ranks.gather((global_rank, described_shapes(mine, global_rank))))
+        listed = dict(ranks.gather((global_rank, picklable_shapes(mine, global_rank))))
         for rank in sorted(listed, reverse=True):
             entries |= mine if rank == global_rank else listed[rank]
         return entries
 
-    def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
+    def optimizer_state_dict(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
         """Return the plain optimizer's state, with shapes for values of other ranks.
 
         Args:
@@ -151,7 +157,7 @@ class SplitState:
             return self._part_of_optimizer(optimizer, names, mine)
         is_shared_out = self._parameters.shares_of(optimizer) is not None
         ranks = self._group.world if is_shared_out else self._group
-        return plain_layout(optimizer, names, self._of_all(mine, ranks))
+        return plain_state_dict(optimizer, names, self._gather_entries(mine, ranks))
 
     def _of_whole_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
         """Return the state on global rank 0, which is that of all before the module is split."""
@@ -171,14 +177,14 @@ class SplitState:
         if state or not anything:
             part["state"] = state
         if self._group.is_root:
-            part["param_groups"] = groups_with(optimizer.param_groups, names)
+            part["param_groups"] = replace_group_params(optimizer.param_groups, names)
         return part
 
     def _named_state(self, optimizer: Optimizer, in_shards: bool) -> dict[str, Any]:
         parameters = self._pipeline.tensors.canonical_parameters()
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         return {
-            name_of[id(p)]: state_of_whole(name_of[id(p)], p, state, self._group, in_shards)
+            name_of[id(p)]: join_optimizer_state(name_of[id(p)], p, state, self._group, in_shards)
             for p, state in optimizer.state.items()
         }
 
@@ -214,28 +220,32 @@ class SplitState:
         """
         if self._group.num_tensor_ranks > 1:
             of_all = zip(states, self._parameters.names, strict=True)
-            states = [optimizer_parts_of(s, names, self._pipeline.module) for s, names in of_all]
+            states = [shard_optimizer_state(s, names, self._pipeline.module) for s, names in of_all]
         if not self.is_split:
-            for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+            for (optimizer, names), state in zip(
+                self._parameters.optimizers_with_names(), states, strict=True
+            ):
                 with self._parameters.loading_state(optimizer):
                     optimizer.load_state_dict(number_optimizer_state(state, names))
             return
         parameters = self._pipeline.tensors.canonical_parameters()
-        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+        for (optimizer, names), state in zip(
+            self._parameters.optimizers_with_names(), states, strict=True
+        ):
             shares = self._parameters.shares_of(optimizer)
             with self._parameters.loading_state(optimizer):
                 load_optimizer_state(optimizer, state, names, parameters, shares)
 
     def read_optimizers(self) -> None:
         """Read this rank's states that are still in a file; move all to the parameters' devices."""
-        for optimizer, _ in self._parameters.named():
-            read_states(optimizer)
+        for optimizer, _ in self._parameters.optimizers_with_names():
+            read_stored_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
                 with self._parameters.loading_state(optimizer):
-                    follow_parameters(optimizer)
+                    move_state_to_parameters(optimizer)
 
 
-def make_whole(module: nn.Module, group: PipelineGroup) -> None:
+def broadcast_split_values(module: nn.Module, group: PipelineGroup) -> None:
     """Send the values of a module that an earlier pipeline left on single ranks to all ranks.
 
     All ranks call it.
@@ -253,7 +263,7 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
     for name in sorted({name for names in absent_on for name in names}):
         of_ranks = zip(group.global_ranks, absent_on, strict=True)
         source = min(rank for rank, names in of_ranks if name not in names)
-        tensor = make_real(absent[name], real_tensors) if name in absent else present[name]
+        tensor = materialize_slot(absent[name], real_tensors) if name in absent else present[name]
         with reporting_lost_peers("lost a rank while bringing the module together"):
             value = group.copy_to_hosts(tensor, source)
         tensor.detach().copy_(value)

@@ -42,7 +42,7 @@ def with_optimizer(planner: ModelPlanner, optimizer: str) -> ModelPlanner | None
         may_cast = probe.precision == "bf16-mixed" and not probe.master_step[1]
         return planner.with_values(_MASTERS) if may_divide and may_cast else None
     on_host = replace(settings, optimizer_offload=True)
-    return None if probe.host_step[1] else planner.in_layout(on_host)
+    return None if probe.host_step[1] else planner.with_settings(on_host)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def simplest_proposal(
         None: with its messages, or on the host, none of them fits.
     """
     proposals = [
-        Proposal(each, _words(each, planned, asked, config, sizes))
+        Proposal(each, _changed_overrides(each, planned, asked, config, sizes))
         for each in planned.plan.candidates
         if each.fits and each.score <= planned.score * ABOUT_EQUAL and _has_room(each, planned)
     ]
@@ -89,7 +89,7 @@ def _has_room(candidate: Candidate, planned: PlannedLayout) -> bool:
     return has_room and max(rank.host for rank in needs) <= planned.planner.host_memory_limit
 
 
-def _words(
+def _changed_overrides(
     candidate: Candidate,
     planned: PlannedLayout,
     asked: PipelineSettings,
@@ -123,7 +123,7 @@ def _words(
         f"strategy.recompute={option.recompute}": strategy.recompute
         not in ("auto", option.recompute),
         f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
-        != asked.heads_to_try[0],
+        != asked.head_weight_grad_choices[0],
         f"+strategy.sharding={settings.sharding}": has_sharding
         and settings.sharding != asked.sharding,
         masters: has_other_masters,
@@ -148,11 +148,11 @@ def step_time(
     if planner.device is not None:
         on_top = " and the optimizer's on the host" * planner.settings.optimizer_offload
         return f"a step takes {seconds_text(period)}{on_top}"
-    if asked.own_recipe:  # planned by its order alone
+    if asked.user_recipe:  # planned by its order alone
         return "it fits"
     try:
         wanted = [asked.option(int(asked.num_microbatches))]
-        request = planner.in_layout(asked).request(wanted, num_ranks)
+        request = planner.with_settings(asked).request(wanted, num_ranks)
         before = make_plan(replace(request, memory_limit=None)).best.period or period
     except ScheduleError:
         return "it fits"

@@ -104,7 +104,7 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
     )
 
 
-def joined(devices: Sequence[Device]) -> Device:
+def merge_devices(devices: Sequence[Device]) -> Device:
     """Return one device for unlike ones: the rates of the fastest products, the slowest links."""
     names = [device.name for device in devices]
     kinds = devices[0].flops
@@ -115,7 +115,7 @@ def joined(devices: Sequence[Device]) -> Device:
     )
 
 
-def kind_of_product(device: Device, precision: str, has_float16_sums: bool) -> str:
+def matmul_kind(device: Device, precision: str, has_float16_sums: bool) -> str:
     """Return the kind of product, by the trainer's precision and ``float16_sums``.
 
     Raises:

@@ -17,8 +17,8 @@ from lightning_pipeoffload.cli.plan_output import (
     Part,
     about_choice,
     about_comparison,
-    described,
     plan_answer,
+    plan_figures,
     progress,
     step_figures,
 )
@@ -29,14 +29,20 @@ from lightning_pipeoffload.planning.figures import (
     bare_table,
     lines_by_reason,
 )
-from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
+from lightning_pipeoffload.planning.request import (
+    PlanLimits,
+    PlannedWork,
+    PlannerOptions,
+    fill_request,
+    options_of,
+)
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     SCHEDULES,
     Candidate,
     Costs,
-    Option,
     Plan,
+    PlanOption,
     PlanRequest,
     Recipe,
     Schedule,
@@ -53,7 +59,7 @@ from lightning_pipeoffload.schedule import (
     share_text,
     with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.solver import PlanProblem, solved
+from lightning_pipeoffload.schedule.solver import PlanProblem, solve_plan
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -123,7 +129,7 @@ def needs_all_gradients(config: DictConfig) -> bool:
     return is_scaled or clips
 
 
-def parse_name(name: str) -> tuple[str, str | float]:
+def split_offload_suffix(name: str) -> tuple[str, str | float]:
     """Split ``uniform+half`` or ``uniform+0.3`` into the schedule and the amount of offload."""
     base, _, amount = name.partition("+")
     try:
@@ -152,7 +158,7 @@ class GivenPlans:
         self._num_slices = config.get("num_sequence_slices", 1)
         check_sizes(num_sequence_slices=self._num_slices)
         self._has_barrier = has_barrier(config)
-        self._work = Work(
+        self._work = PlannedWork(
             config.num_ranks,
             lambda option: _costs_of(option, self.costs, config.num_ranks),
             has_barrier=lambda option: self._has_barrier,
@@ -171,22 +177,24 @@ class GivenPlans:
             config.num_chunks,
             num_sequence_slices=self._num_slices,
         )
-        return fill_request(self._work, Machines(self._limit), Fixed(wanted, offload), **how)
+        return fill_request(
+            self._work, PlanLimits(self._limit), PlannerOptions(wanted, offload), **how
+        )
 
     def plan(self) -> Answer:
         """Return the plan of ``strategy.schedule``."""
         name = str(self._config.strategy.schedule)
         if name == "auto":
-            return self._auto()
+            return self._plan_all_families()
         if name == "optpipe":
-            return plan_answer(self._solved(), {}, self.units)
+            return plan_answer(self._plan_by_solver(), {}, self.units)
         plan = self._named(name, self._config.strategy.offload)
-        return self._answer(plan, described(plan, with_candidates=False))
+        return self._answer(plan, plan_figures(plan, with_candidates=False))
 
     def _answer(self, plan: Plan, figures: dict[str, Any], before: Sequence[Part] = ()) -> Answer:
         return plan_answer(self._step(plan.schedule, plan.costs), figures, self.units, before)
 
-    def _auto(self) -> Answer:
+    def _plan_all_families(self) -> Answer:
         if self._config.options:
             options = self._config.options
             raise ScheduleError(f"options ({options}) are for one schedule; name that one")
@@ -194,9 +202,9 @@ class GivenPlans:
         with progress("Planning all schedules") as show:
             plan = make_plan(self._request_for_all(self._config.strategy.offload, show=show))
         before = about_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
-        return self._answer(plan, described(plan, with_candidates=True), before)
+        return self._answer(plan, plan_figures(plan, with_candidates=True), before)
 
-    def _solved(self) -> PlannedStep:
+    def _plan_by_solver(self) -> PlannedStep:
         """Return a solver's plan; it starts from the best of all families."""
         check_slices("optpipe", SCHEDULES["optpipe"], self._num_slices)
         with progress("Planning all schedules") as show:
@@ -210,7 +218,7 @@ class GivenPlans:
         )
         options = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
         with progress("The solver searches"):
-            return self._step(solved(problem, **options), best.costs)
+            return self._step(solve_plan(problem, **options), best.costs)
 
     def _named(self, name: str, amount: str | float) -> Plan:
         """Return the plan of one schedule, by its name or from a .csv file."""
@@ -225,10 +233,12 @@ class GivenPlans:
         # In a comparison slices are for those that have any, as num_chunks are.
         is_whole = self._config.compare and not recipe.can_slice
         num_slices = 1 if is_whole else self._num_slices
-        option = Option(name, num_chunks, sizes["num_microbatches"], num_sequence_slices=num_slices)
+        option = PlanOption(
+            name, num_chunks, sizes["num_microbatches"], num_sequence_slices=num_slices
+        )
         check_limit(self._limit)
-        fixed = Fixed([option], amount, {name: recipe}, options)
-        return make_plan(fill_request(self._work, Machines(self._limit), fixed))
+        fixed = PlannerOptions([option], amount, {name: recipe}, options)
+        return make_plan(fill_request(self._work, PlanLimits(self._limit), fixed))
 
     def _family(self, name: str) -> tuple[str, int, Recipe]:
         check_name(name)
@@ -268,7 +278,7 @@ class GivenPlans:
         rows: list[dict[str, Any]] = []
         steps: list[PlannedStep] = []
         for name in map(str, config.compare if is_list else [config.compare]):
-            base, amount = parse_name(name)
+            base, amount = split_offload_suffix(name)
             try:
                 plan = self._named(base, amount or "none")
             except ScheduleError as error:
@@ -305,7 +315,7 @@ class GivenPlans:
             sweep = _MemorySweep(self._request_for_all(offload, **how), limits)
         barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
         sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
-        title = f"{sizes}; step time over the memory limit{self.units.words}"
+        title = f"{sizes}; step time over the memory limit{self.units.title_suffix}"
         lines = lines_by_reason((n, r) for n, r in sweep.reasons.items() if not sweep.plans[n])
         return Answer(sweep.figures(), [sweep.table(title, self.units), *lines])
 
@@ -358,7 +368,7 @@ class _MemorySweep:
     def _fastest(self, limit: float) -> Candidate | None:
         return best_of(filter(None, (self._within(name, limit) for name in self.plans)))
 
-    def _worth_having(self, name: str) -> list[Candidate]:
+    def _pareto_plans(self, name: str) -> list[Candidate]:
         """Return a family's plans that none beats: each needs more memory, and takes less time."""
         plans: list[Candidate] = []
         for plan in sorted(self.plans[name], key=lambda plan: _time_and_memory(plan)[::-1]):
@@ -380,7 +390,7 @@ class _MemorySweep:
                 {
                     "schedule": name,
                     "period": [plan and plan.period for plan in plans],
-                    "plans": [_figures(plan) for plan in self._worth_having(name)],
+                    "plans": [_figures(plan) for plan in self._pareto_plans(name)],
                     "reason": "" if self.plans[name] else self.reasons[name],
                 }
                 for name, plans in plans_by_name.items()
@@ -454,12 +464,12 @@ def _cell(plan: Candidate | None, best: Candidate | None) -> str:
     return f"[bold]{_seconds(plan):.4g}[/]" if is_best else f"{_seconds(plan):.4g}"
 
 
-def _costs_of(option: Option, costs: Costs, num_ranks: int) -> Costs:
+def _costs_of(option: PlanOption, costs: Costs, num_ranks: int) -> Costs:
     """Return the costs of an option's stages; slices take equal time unless they have sizes."""
     of_stage, num_slices = _costs_of_stage(costs, option.num_chunks), option.num_sequence_slices
     if num_slices == 1 or (costs.slices is not None and costs.slices.sizes):
         return of_stage
-    return of_stage.with_equal_slices(num_ranks * option.num_chunks, num_slices)
+    return of_stage.with_balanced_slices(num_ranks * option.num_chunks, num_slices)
 
 
 def _costs_of_stage(costs: Costs, num_chunks: int) -> Costs:

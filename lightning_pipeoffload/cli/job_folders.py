@@ -56,7 +56,7 @@ def is_job_of_sweep() -> bool:
     return str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
 
 
-def run_job_apart(module: str) -> None:
+def run_job_in_subprocess(module: str) -> None:
     """Run this job of a sweep as ``python -m module``, in the folder that Hydra has made for it.
 
     Raises:

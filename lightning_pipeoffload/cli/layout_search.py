@@ -47,12 +47,12 @@ from lightning_pipeoffload.schedule import (
     RECOMPUTATIONS,
     Kind,
     MemoryLimitError,
-    Option,
+    PlanOption,
     PlanRequest,
     Recipe,
     ScheduleError,
     check_sizes,
-    least_score,
+    score_lower_bound,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _stopping_after(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tensor_sizes(config: DictConfig) -> list[int]:
+def tensor_parallel_sizes(config: DictConfig) -> list[int]:
     """Return the numbers of tensor ranks to try.
 
     Raises:
@@ -187,7 +187,7 @@ class LayoutSearch:
             try:
                 planned = self._plan_only() if self._only else self._plan_all(self._planners(), 1)
             except KeyboardInterrupt as stop:
-                return self._stopped(stop)
+                return self._partial_result(stop)
             if planned:
                 return SearchResult(planned, [*self._left_out.items()])
             raise self._nothing_fits()
@@ -206,8 +206,8 @@ class LayoutSearch:
             self._too_large(planner, self._only, error)
             return []
 
-    def _stopped(self, stop: KeyboardInterrupt) -> SearchResult:
-        planned = self._by_speed()
+    def _partial_result(self, stop: KeyboardInterrupt) -> SearchResult:
+        planned = self._select_shown()
         if planned:
             return SearchResult(planned, [*self._left_out.items()], self._open)
         if not isinstance(stop, OutOfTimeError):
@@ -259,7 +259,7 @@ class LayoutSearch:
                 if optimizer not in planners:
                     planners[optimizer] = self._with_optimizer(optimizer)
                 for planned in self._plan_all(planners[optimizer], times)[:1]:
-                    words = self._about(planned, asked, times)
+                    words = self._describe_proposal(planned, asked, times)
                     if words:
                         return words
         more = "" if self._only else ", or many more machines"
@@ -287,11 +287,13 @@ class LayoutSearch:
             planner = with_optimizer(traced, optimizer)
             if planner is not None:
                 free: Any = {"offload": "auto", "num_chunks": "auto"}
-                planners.append(planner.in_layout(replace(planner.settings, **free)))
+                planners.append(planner.with_settings(replace(planner.settings, **free)))
                 self._trace(planners[-1])
         return planners
 
-    def _about(self, planned: PlannedLayout, asked: PipelineSettings, times: int) -> str:
+    def _describe_proposal(
+        self, planned: PlannedLayout, asked: PipelineSettings, times: int
+    ) -> str:
         """Return the words for a layout, and how long a step takes; "" if it does not fit."""
         if self._only is None:
             sizes = {f"num_nodes={times * self._config.num_nodes}": times > 1}
@@ -347,19 +349,19 @@ class LayoutSearch:
         errors: list[Exception] = []
         for size in self._sizes:
             words = "1 tensor rank" if size == 1 else f"{size} tensor ranks"
-            self._say(f"counting what the model needs with {words}")
+            self._show_progress(f"counting what the model needs with {words}")
             try:
                 self._traced[size] = self._planner_of(size)
             except NothingDistributedError as error:
                 errors.append(error)
                 self._left_out["several tensor ranks"] = _first_line(error)
-                self._close_tensor_ranks(2)
+                self._mark_tensor_ranks_decided(2)
                 break
             except Exception as error:  # of the user's own code too, which may need another size
                 errors.append(error)
                 name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 self._left_out[words] = f"{name}{_first_line(error)}"
-                self._close_tensor_ranks(size, size)
+                self._mark_tensor_ranks_decided(size, size)
             else:
                 yield self._traced[size]
         if not self._traced:
@@ -369,7 +371,9 @@ class LayoutSearch:
         sizes = {"tensor_parallel_size": size, "strategy.data_parallel_size": 1}
         recompute = {"strategy.recompute": self._recomputes[0]}
         config = with_values(self._config, sizes | recompute)
-        planner = ModelPlanner(config, self._say, self._any_planner if self._traced else None)
+        planner = ModelPlanner(
+            config, self._show_progress, self._any_planner if self._traced else None
+        )
         self._trace(planner)
         return planner
 
@@ -383,13 +387,13 @@ class LayoutSearch:
         count = self._config.num_microbatches
         for recompute in self._recomputes:
             try:
-                planner.needs_of(Option("1f1b", 1, count, recompute), 1)
+                planner.needs_of(PlanOption("1f1b", 1, count, recompute), 1)
             except ScheduleError:
                 if len(self._recomputes) == 1 or recompute == "none":
                     raise
                 self._recomputes = tuple(r for r in self._recomputes if r != recompute)
 
-    def _asked(self, planner: ModelPlanner, num_replicas: int) -> PipelineSettings:
+    def _settings_for_replicas(self, planner: ModelPlanner, num_replicas: int) -> PipelineSettings:
         count = self._config.num_microbatches
         sizes: Any = {"data_parallel_size": num_replicas}
         if self._only is None:
@@ -404,7 +408,9 @@ class LayoutSearch:
         self._planned, self._open, self._begun = {}, self._layouts(times), set()
         self._num_layouts = len(self._open)
         if self._only is not None:
-            in_full = [self._plan(each, inf, _WHOLE) for each in self._places(planners, times)]
+            in_full = [
+                self._plan(each, inf, _WHOLE) for each in self._layouts_to_plan(planners, times)
+            ]
             return [planned for planned in in_full if planned is not None]
         places = self._plan_quickly(planners, times)
         for place in places:
@@ -414,13 +420,13 @@ class LayoutSearch:
                 if (place.work if effort.copies else place.least) > most:
                     self._left_out[str(place.layout)] = _NOT_FASTER
                     continue
-                self._begin(place.layout)
+                self._prefix_progress(place.layout)
                 candidate = self._plan(place, most, effort)
                 if candidate is not None:
                     self._planned[place.layout] = candidate
-            self._close(place.layout)
+            self._mark_decided(place.layout)
         self._beginning = ""
-        return self._by_speed()
+        return self._select_shown()
 
     def _efforts(self, place: LayoutToPlan) -> tuple[_Effort, ...]:
         if not place.is_large:
@@ -431,7 +437,7 @@ class LayoutSearch:
     def _best(self) -> float:
         return min((each.score for each in self._planned.values()), default=inf)
 
-    def _by_speed(self) -> list[PlannedLayout]:
+    def _select_shown(self) -> list[PlannedLayout]:
         best = self._best
         for layout, each in self._planned.items():
             self._left_out.pop(str(layout), None)
@@ -442,60 +448,60 @@ class LayoutSearch:
         first = min(near, key=lambda each: each.order, default=None)
         return sorted(shown, key=lambda each: (each is not first, each.score))
 
-    def _close(self, *decided: Layout) -> None:
+    def _mark_decided(self, *decided: Layout) -> None:
         """Take layouts that are decided on out of those that are still to be planned."""
         self._open = [layout for layout in self._open if layout not in decided]
 
-    def _close_tensor_ranks(self, least: int, most: float = inf) -> None:
-        self._close(*(each for each in self._open if least <= each.num_tensor_ranks <= most))
+    def _mark_tensor_ranks_decided(self, least: int, most: float = inf) -> None:
+        self._mark_decided(*(each for each in self._open if least <= each.num_tensor_ranks <= most))
 
     def _plan_quickly(self, planners: Iterable[ModelPlanner], times: int) -> list[LayoutToPlan]:
         """Plan the layouts that fit without copies; return all that may become the fastest."""
         places: list[LayoutToPlan] = []
-        for place in self._places(planners, times):
+        for place in self._layouts_to_plan(planners, times):
             if place.work > SHOWN * self._best:
                 self._leave_out(place.layout, _SLOW)
             else:
                 places.append(place)
-                self._has_quick_plan(place)
+                self._ensure_quick_plan(place)
         return places
 
-    def _has_quick_plan(self, place: LayoutToPlan) -> bool:
+    def _ensure_quick_plan(self, place: LayoutToPlan) -> bool:
         """Plan a layout without copies, if that has not been done; return whether it fits so."""
         # A large one is wanted only if it is the fastest.
         most = (1.0 if place.is_large else SHOWN) * self._best
         if place.layout not in self._planned and place.least <= most and place.least < inf:
-            self._begin(place.layout)
+            self._prefix_progress(place.layout)
             candidate = self._plan(place, most, _SHORTLY)
             if candidate is not None:
                 self._planned[place.layout] = candidate
-                self._close(place.layout)
+                self._mark_decided(place.layout)
         return place.layout in self._planned
 
-    def _places(self, planners: Iterable[ModelPlanner], times: int) -> list[LayoutToPlan]:
+    def _layouts_to_plan(self, planners: Iterable[ModelPlanner], times: int) -> list[LayoutToPlan]:
         """Return the layouts of all tensor ranks that are worth it, the most promising first."""
         places: list[LayoutToPlan] = []
         for planner in planners:
             first = min(places, key=lambda place: place.least, default=None)
-            of_size = self._places_of(planner, times)
+            of_size = self._layouts_that_fit(planner, times)
             best_of_size = min((place.least for place in of_size), default=inf)
             places += of_size
             size, best = planner.settings.tensor_parallel_size, first.least if first else inf
             is_slower = _SLOWER * best < best_of_size < inf and size < self._sizes[-1]
             # A bound does not say that a layout fits.
-            if is_slower and first is not None and self._has_quick_plan(first):
+            if is_slower and first is not None and self._ensure_quick_plan(first):
                 self._left_out[f"more than {size} tensor ranks"] = (
                     f"{size} take {best_of_size / best:.2f} times as long as fewer, or longer"
                 )
-                self._close_tensor_ranks(size + 1)
+                self._mark_tensor_ranks_decided(size + 1)
                 break
         return sorted(places, key=lambda place: (place.least, place.layout.num_ranks))
 
     def _leave_out(self, layout: Layout, reason: str) -> None:
         self._left_out[str(layout)] = reason
-        self._close(layout)
+        self._mark_decided(layout)
 
-    def _places_of(self, planner: ModelPlanner, times: int) -> list[LayoutToPlan]:
+    def _layouts_that_fit(self, planner: ModelPlanner, times: int) -> list[LayoutToPlan]:
         """Return the layouts of a planner's tensor ranks whose weights and states fit."""
         places = []
         for layout in self._layouts(times):
@@ -506,24 +512,26 @@ class LayoutSearch:
                 count = self._config.num_microbatches
                 self._leave_out(layout, f"the replicas cannot divide num_microbatches ({count})")
                 continue
-            settings = self._asked(planner, num_replicas)
-            option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
-            in_layout, memory = planner.in_layout(settings), planner.memory
+            settings = self._settings_for_replicas(planner, num_replicas)
+            option = PlanOption("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
+            in_layout, memory = planner.with_settings(settings), planner.memory
             assert memory is not None
             *_, sharded = all_settings = [
                 replace(settings, sharding=sharding) for sharding in self._shardings(settings)
             ]
             try:
-                in_layout = planner.in_layout(sharded)
+                in_layout = planner.with_settings(sharded)
                 least_bytes = in_layout.least_memory_without_activations(option, num_ranks)
                 if least_bytes > memory:
                     self._leave_out(layout, self._needs_more(layout, least_bytes))
                     continue
                 in_layout.needs_of(option, num_ranks)  # refuses more ranks than blocks
-                seconds = in_layout.costs_of(option, 1).compute(1).values()
+                seconds = in_layout.costs_of(option, 1).seconds_by_kind(1).values()
                 work = sum(map(sum, seconds)) * option.num_microbatches / num_ranks
-                planners = [planner.in_layout(each) for each in all_settings]
-                bounds = [least_score(self._request(each, layout, _SHORTLY)) for each in planners]
+                planners = [planner.with_settings(each) for each in all_settings]
+                bounds = [
+                    score_lower_bound(self._request(each, layout, _SHORTLY)) for each in planners
+                ]
             except ScheduleError as error:
                 self._leave_out(layout, _first_line(error))
                 continue
@@ -539,15 +547,17 @@ class LayoutSearch:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
         best: PlannedLayout | None = None
         layout, reason = place.layout, ""
-        orders = self._orders(place.planners[0], layout)[: None if effort.is_whole else 1]
+        orders = self._rank_orders_to_try(place.planners[0], layout)[
+            : None if effort.is_whole else 1
+        ]
         for planner in place.planners:
-            if best is not None and not best.plan.is_bound_by_memory:
+            if best is not None and not best.plan.is_limited_by_memory:
                 break
             for order in orders:
                 changed = replace(planner.settings, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
-                    candidate = self._plan_of(planner.in_layout(changed), layout, least, effort)
+                    candidate = self._plan_of(planner.with_settings(changed), layout, least, effort)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
@@ -586,11 +596,11 @@ class LayoutSearch:
         if self._schedule == "auto" and omits_above is not None:
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
         if self._schedule == "auto" and not effort.is_whole:
-            head = settings.heads_to_try[0]
+            head = settings.head_weight_grad_choices[0]
             quick = [option for option in wanted if option.head_weight_grad == head]
             wanted = [option for option in quick if option.schedule in effort.recipes] or quick
         if not effort.copies and settings.offload == "auto":
-            planner = planner.in_layout(replace(settings, offload="none"))
+            planner = planner.with_settings(replace(settings, offload="none"))
         more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **effort.recipes}}
         return planner.request(wanted, layout.num_ranks, **more)
 
@@ -609,7 +619,7 @@ class LayoutSearch:
             return [settings.sharding]
         return ["none", "optimizer"]
 
-    def _orders(self, planner: ModelPlanner, layout: Layout) -> list[str]:
+    def _rank_orders_to_try(self, planner: ModelPlanner, layout: Layout) -> list[str]:
         """Return the orders of ranks of which another one is not faster over every link.
 
         First is that in which messages and gradients take less time.
@@ -617,28 +627,28 @@ class LayoutSearch:
         settings = planner.settings
         if self._has_order or 1 in (layout.num_ranks, layout.num_replicas):
             return [settings.rank_order]
-        option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
+        option = PlanOption("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
         needs = planner.needs_of(option, layout.num_ranks)
         placement = option.placement(layout.num_ranks)
         seconds, sums = {}, {}
         for order in _RANK_ORDERS:
-            links = planner.in_layout(replace(settings, rank_order=order)).links
+            links = planner.with_settings(replace(settings, rank_order=order)).links
             messages = links.message_seconds(needs.sent[Kind.SEND_F], placement)
             reduce = links.reduce_seconds(needs.gradient_bytes(), placement)
             seconds[order] = [*messages, *reduce]
             sums[order] = option.num_microbatches * max(messages) + max(reduce)
         first, second = sorted(_RANK_ORDERS, key=sums.__getitem__)
-        if _is_nowhere_more(seconds[first], seconds[second]):
+        if _is_never_slower(seconds[first], seconds[second]):
             return [first]
-        return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [first, second]
+        return [second] if _is_never_slower(seconds[second], seconds[first]) else [first, second]
 
-    def _begin(self, layout: Layout) -> None:
+    def _prefix_progress(self, layout: Layout) -> None:
         """Have all that is shown from now on begin with a layout."""
         self._begun.add(layout)
         number = self._num_layouts - len({*self._open} - self._begun)
         self._beginning = f"layout {number} of {self._num_layouts}, {layout}, "
 
-    def _say(self, text: str) -> None:
+    def _show_progress(self, text: str) -> None:
         self._show(f"{self._beginning}{text}")
 
 
@@ -653,7 +663,7 @@ def _no_card_fits(error: MemoryLimitError, write: Callable[[float], str]) -> str
     return str(sentence).format(limit=f"the room for activations ({room})", needed=write(needed))
 
 
-def _is_nowhere_more(seconds: Iterable[float], others: Iterable[float]) -> bool:
+def _is_never_slower(seconds: Iterable[float], others: Iterable[float]) -> bool:
     return all(a <= b for a, b in zip(seconds, others, strict=True))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_pipeoffload.cli.devices import Device
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm import cells_of
+from lightning_pipeoffload.runtime.comm import assign_global_ranks
 
 
 class Links:
@@ -36,14 +36,14 @@ class Links:
 
     def message_seconds(self, sent: Sequence[int], placement: Sequence[int]) -> list[float]:
         """Return the seconds of each stage's message to the next stage, of ``sent`` bytes."""
-        cells = cells_of(placement, self._num_replicas, self._order)
+        cells = assign_global_ranks(placement, self._num_replicas, self._order)
         pairs = zip(placement, [*placement[1:], placement[-1]], strict=True)
         is_near = [all(self._are_near((row[a], row[b])) for row in cells) for a, b in pairs]
         return [size / self._rate(near) for size, near in zip(sent, is_near, strict=True)]
 
     def reduce_seconds(self, gradients: Sequence[int], placement: Sequence[int]) -> list[float]:
         """Return the seconds in which replicas add up each stage's gradients around a ring."""
-        cells = cells_of(placement, self._num_replicas, self._order)
+        cells = assign_global_ranks(placement, self._num_replicas, self._order)
         is_near = [self._are_near([row[rank] for row in cells]) for rank in placement]
         share = 2 * (self._num_replicas - 1) / self._num_replicas
         pairs = zip(gradients, is_near, strict=True)
@@ -52,7 +52,7 @@ class Links:
     def most_of_a_machine(self, amounts: Sequence[float], placement: Sequence[int]) -> float:
         """Return the sum of the machine that has most, of what each tensor rank of a rank has."""
         sums: Counter[int] = Counter()
-        for row in cells_of(placement, self._num_replicas, self._order):
+        for row in assign_global_ranks(placement, self._num_replicas, self._order):
             for rank, cell in enumerate(row):
                 for machine in self._machines_of(cell):
                     sums[machine] += amounts[rank]  # type: ignore[assignment]

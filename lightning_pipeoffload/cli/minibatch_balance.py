@@ -44,7 +44,7 @@ Timing = list[list[float]]
 """The cost of each microbatch of each rank in a minibatch."""
 
 
-def balance(config: DictConfig) -> None:
+def report_balance(config: DictConfig) -> None:
     """Print how long ranks wait for each other, with collectives and on demand.
 
     Args:
@@ -64,7 +64,7 @@ def balance(config: DictConfig) -> None:
     lengths = _lengths(config)
     max_tokens = config.max_tokens or max(lengths)
     sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
-    results = balances(lengths, *sizes, find_cost(config.cost))
+    results = compute_balances(lengths, *sizes, find_cost(config.cost))
     if config.picture is not None:
         _write_picture(results, Path(config.picture))
     if config.format == "json":
@@ -139,7 +139,7 @@ class Balance:
     first: Timing
 
 
-def balances(
+def compute_balances(
     lengths: Sequence[int], num_ranks: int, samples_per_rank: int, max_tokens: int, cost: Cost
 ) -> list[Balance]:
     """Compare ``WAYS`` to train on texts in the given order.
@@ -247,7 +247,7 @@ def _draw(axes: Axes, balance: Balance, ranks: list[Spans]) -> None:
 
 def main() -> None:
     """Run the console script ``pipeoffload-odc``."""
-    run_hydra_app("odc", balance)
+    run_hydra_app("odc", report_balance)
 
 
 if __name__ == "__main__":

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.devices import FP16_SUMS, Device
-from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
+from lightning_pipeoffload.cli.given_plan import has_barrier, split_offload_suffix
 from lightning_pipeoffload.cli.layout_output import about_layouts, describe_layouts, how_to_train
-from lightning_pipeoffload.cli.layout_search import LayoutSearch, tensor_sizes
+from lightning_pipeoffload.cli.layout_search import LayoutSearch, tensor_parallel_sizes
 from lightning_pipeoffload.cli.layouts import Layout, PlannedLayout
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
 from lightning_pipeoffload.cli.plan_output import (
     Answer,
     Part,
     about_choice,
-    described,
     plan_answer,
+    plan_figures,
     progress,
 )
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
-from lightning_pipeoffload.runtime.tensor_parallel import absent_tensor_ranks
+from lightning_pipeoffload.runtime.tensor_parallel import fake_process_group
 from lightning_pipeoffload.schedule import (
     Plan,
     ScheduleError,
     as_executed,
     bytes_text,
     check_sizes,
+    device_indices,
     make_plan,
-    places_of,
     seconds_text,
     share_text,
 )
@@ -71,9 +71,9 @@ def plan_for_device(config: DictConfig) -> Answer:
             f"{config.strategy.schedule} for {only.num_ranks} ranks",
         )
     else:
-        only, sizes = None, tensor_sizes(config)
+        only, sizes = None, tensor_parallel_sizes(config)
         text = f"layouts of {config.devices * config.num_nodes} devices"
-    with absent_tensor_ranks(max(sizes)):
+    with fake_process_group(max(sizes)):
         with progress(f"Planning {text}") as show:
             result = LayoutSearch(config, sizes, show, only).run()
         fastest = result.layouts[0]
@@ -130,12 +130,12 @@ def _answer_of(
         figures |= {"sequence_slices": proposal}
     parts: list[Part] = [_table_of_ranks(needs), *_about_speed(plan, needs, speed, planner)]
     parts += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner), *after]
-    figures = described(plan, with_candidates=True) | figures | of_search
+    figures = plan_figures(plan, with_candidates=True) | figures | of_search
     return plan_answer(step, figures, MEASURED, [*before, rates], parts)
 
 
 def _rates(planner: ModelPlanner) -> str:
-    rates = [each.flops[planner.kind_of_product] for each in planner.mixture] or [planner.flops]
+    rates = [each.flops[planner.matmul_kind] for each in planner.mixture] or [planner.flops]
     return ", ".join(f"{rate / 1e12:.4g}" for rate in rates)
 
 
@@ -174,7 +174,7 @@ def _about_slices(proposal: Mapping[str, Any] | None, num_chunks: int | None) ->
 
 def _about_sums(device: Device, planner: ModelPlanner) -> list[str]:
     """Say what sums in float16 need, or what they would give."""
-    rates, kind = device.flops, planner.kind_of_product
+    rates, kind = device.flops, planner.matmul_kind
     if kind == FP16_SUMS:
         scaling = "Lightning scales no loss under 16-true, so gradients below 6e-8 are 0"
         return [scaling] * (planner.probe.precision == "16-true") + [
@@ -240,9 +240,9 @@ def _about_devices(plan: Plan, planner: ModelPlanner) -> list[str]:
     if not planner.mixture:
         return []
     placement, costs = plan.schedule.placement, plan.costs
-    work = [*map(sum, zip(*costs.compute(len(placement)).values(), strict=True))]
+    work = [*map(sum, zip(*costs.seconds_by_kind(len(placement)).values(), strict=True))]
     texts = []
-    for rank, place in enumerate(places_of(placement)):
+    for rank, place in enumerate(device_indices(placement)):
         of_rank = sum(work[stage] for stage in plan.schedule.stages_of(rank))
         busy = of_rank * plan.schedule.num_microbatches / (plan.best.period or 1.0)
         name = planner.mixture[place].name
@@ -266,7 +266,7 @@ def estimate_model(config: DictConfig) -> Answer:
         ValueError: The model, its data or a plan cannot be; or no plan fits ``device_memory``.
     """
     size = config.tensor_parallel_size
-    with absent_tensor_ranks(size), progress("Counting what the model needs") as show:
+    with fake_process_group(size), progress("Counting what the model needs") as show:
         planner = ModelPlanner(config, show)
         if planner.num_slices > 1:
             raise ScheduleError(
@@ -307,7 +307,9 @@ def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate
     refusals: list[str] = []
     for num_ranks, name in product(ranks, names):
         try:
-            estimates.append(planner.estimate(planner.settings_named(*parse_name(name)), num_ranks))
+            estimates.append(
+                planner.estimate(planner.settings_named(*split_offload_suffix(name)), num_ranks)
+            )
         except ValueError as error:
             reason = str(error).partition("\n")[0]
             is_one = len(ranks) * len(names) == 1
@@ -323,7 +325,7 @@ def _refusal(plan: Estimate, limit: float, advice: str) -> str:
     needs = plan.largest
     name, size = _unit([needs])
     parts = ", ".join(
-        f"{part} {getattr(needs, part) / size:.1f} {name}" for part in _shown([needs])
+        f"{part} {getattr(needs, part) / size:.1f} {name}" for part in _memory_kinds([needs])
     )
     fullest = f"rank {plan.needs.index(needs)} of {plan.num_ranks}"
     return (
@@ -388,7 +390,7 @@ def _unit(needs: Sequence[RankNeeds]) -> tuple[str, int]:
     return ("GiB", _GIB) if max(rank.device for rank in needs) >= 10 * _GIB else ("MiB", _MIB)
 
 
-def _shown(needs: Sequence[RankNeeds]) -> list[str]:
+def _memory_kinds(needs: Sequence[RankNeeds]) -> list[str]:
     """List the kinds of memory on a device, with the workspace where there is one."""
     has_any = any(rank.workspace for rank in needs)
     return [name for name in ON_DEVICE if has_any or name != "workspace"]
@@ -396,7 +398,7 @@ def _shown(needs: Sequence[RankNeeds]) -> list[str]:
 
 def _columns(needs: Sequence[RankNeeds]) -> dict[str, str]:
     """Return the headings, each with the name of its figure."""
-    names = {_HEADS.get(name, name): name for name in (*_shown(needs), "device", "host")}
+    names = {_HEADS.get(name, name): name for name in (*_memory_kinds(needs), "device", "host")}
     if any(rank.host_optimizer for rank in needs):
         names["opt. on\nhost"] = "host_optimizer"
     return names

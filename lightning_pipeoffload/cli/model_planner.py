@@ -16,7 +16,7 @@ from operator import mul, truediv
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipeoffload.cli.devices import Device, device_named, joined, kind_of_product
+from lightning_pipeoffload.cli.devices import Device, device_named, matmul_kind, merge_devices
 from lightning_pipeoffload.cli.given_plan import (
     SIZES_INSTEAD,
     has_barrier,
@@ -33,7 +33,13 @@ from lightning_pipeoffload.planning.memory_needs import (
     RankNeeds,
     StandIns,
 )
-from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
+from lightning_pipeoffload.planning.request import (
+    PlanLimits,
+    PlannedWork,
+    PlannerOptions,
+    fill_request,
+    options_of,
+)
 from lightning_pipeoffload.planning.run_plans import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device import Device as KnownDevice
@@ -44,18 +50,18 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     MemoryLimitError,
-    Option,
     Plan,
+    PlanOption,
     PlanRequest,
     Recipe,
     Schedule,
     ScheduleError,
     Slices,
     check_sizes,
+    device_indices,
+    expand_to_stages,
     lower,
     make_plan,
-    of_every_stage,
-    places_of,
     stages_on,
 )
 
@@ -108,7 +114,7 @@ class ModelPlanner:
     Attributes:
         device: The device with the rates that it reaches; None: none is named.
         mixture: The device at each place of a pipeline, where they differ; else ().
-        kind_of_product: The kind of its products, one of those of ``device.flops``.
+        matmul_kind: The kind of its products, one of those of ``device.flops``.
         settings: The strategy's arguments that are given.
 
     Args:
@@ -135,11 +141,11 @@ class ModelPlanner:
             is_list = not isinstance(config.device, (str, int))
             named = [*config.device] if is_list else [config.device]
             devices = [device_named(name, config.efficiency, **rates) for name in named]
-            self.device = joined(devices)
+            self.device = merge_devices(devices)
             self.mixture = devices if len({*named}) > 1 else ()
             check_sizes(devices_per_machine=config.devices_per_machine)
             precision = str((config.get("trainer") or {}).get("precision", "32-true"))
-            self.kind_of_product = kind_of_product(self.device, precision, config.float16_sums)
+            self.matmul_kind = matmul_kind(self.device, precision, config.float16_sums)
         self._config, self._like = config, like
         self._count = config.num_microbatches
         self.num_slices = config.get("num_sequence_slices", 1)
@@ -165,7 +171,7 @@ class ModelPlanner:
             return None
         sizes = zip(self.mixture, self.memories, strict=True)
         known = [KnownDevice(device.name, "", "", int(size)) for device, size in sizes]
-        rates = [device.flops[self.kind_of_product] for device in self.mixture]
+        rates = [device.flops[self.matmul_kind] for device in self.mixture]
         return Devices.of(known).with_slowness_from([1 / rate for rate in rates])
 
     @property
@@ -177,7 +183,7 @@ class ModelPlanner:
 
     def memories_of(self, placement: Sequence[int]) -> Sequence[float]:
         """Return the bytes of each rank's device that plans may use."""
-        places = places_of(placement)
+        places = device_indices(placement)
         return [self.memories[place] if self.mixture else self.memory or inf for place in places]
 
     @property
@@ -185,7 +191,7 @@ class ModelPlanner:
         """Operations of a device in a second, of a mixture the mean."""
         if not self.mixture:
             return self.flops
-        return mean(device.flops[self.kind_of_product] for device in self.mixture)
+        return mean(device.flops[self.matmul_kind] for device in self.mixture)
 
     @cached_property
     def memory(self) -> float | None:
@@ -221,7 +227,7 @@ class ModelPlanner:
         """Return a planner of the same model with other values of the configuration."""
         return ModelPlanner(with_values(self._config, values), self._show, self._like)
 
-    def in_layout(self, settings: PipelineSettings) -> ModelPlanner:
+    def with_settings(self, settings: PipelineSettings) -> ModelPlanner:
         """Return a planner by other sizes, with what this one has traced."""
         self.probe  # noqa: B018 - so that both have it
         planner = copy(self)
@@ -232,9 +238,9 @@ class ModelPlanner:
     def flops(self) -> float:
         """Operations of the device in a second."""
         assert self.device is not None
-        return self.device.flops[self.kind_of_product]
+        return self.device.flops[self.matmul_kind]
 
-    def needs_of(self, option: Option, num_ranks: int) -> MemoryNeeds:
+    def needs_of(self, option: PlanOption, num_ranks: int) -> MemoryNeeds:
         """Return what the stages of an option need; the model is traced once for all options.
 
         Raises:
@@ -260,7 +266,7 @@ class ModelPlanner:
             self._needs[key] = needs.scaled(times)
         return self._needs[key]
 
-    def costs_of(self, option: Option, num_ranks: int) -> Costs:
+    def costs_of(self, option: PlanOption, num_ranks: int) -> Costs:
         """Return the costs of an option's stages: bytes, and seconds or average blocks' work."""
         needs = self._with_optimizer(self.needs_of(option, num_ranks))
         num_stages = len(needs.owned)
@@ -276,7 +282,7 @@ class ModelPlanner:
         per_byte: float = OPERATIONS_PER_BYTE
         if self.device is not None:
             per_byte = self.flops / self.links.tensor_rate
-        for name, waits in needs.waits(per_byte).items():
+        for name, waits in needs.collective_waits(per_byte).items():
             pairs = zip(compute[name], waits, strict=True)
             compute[name] = [seconds + unit * wait for seconds, wait in pairs]
         if self.device is None:
@@ -284,9 +290,9 @@ class ModelPlanner:
         links, placement = self.links, option.placement(num_ranks)
         rates = [self.device.copy_rate] * num_stages
         if self._unlike is not None:
-            of_ranks = places_of(placement)
+            of_ranks = device_indices(placement)
             rates = [self.mixture[of_ranks[rank]].copy_rate for rank in placement]
-            slowness = self._unlike.slowness_of(placement) or [1.0] * num_stages
+            slowness = self._unlike.slowness_per_stage(placement) or [1.0] * num_stages
             for name in COMPUTE_TIMES:
                 compute[name] = [*map(mul, compute[name], slowness)]
         if option.num_sequence_slices > 1:
@@ -296,24 +302,24 @@ class ModelPlanner:
         compute["communication"] = links.message_seconds(needs.sent[Kind.SEND_F], placement)
         if int(self.settings.data_parallel_size) > 1:
             compute["reduce"] = links.reduce_seconds(needs.gradient_bytes(), placement)
-        if needs.is_on_host:
-            compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
+        if needs.has_host_optimizer:
+            compute["step"] = [moved / self.device.host_rate for moved in needs.step_traffic()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
 
-    def _slices(self, needs: MemoryNeeds, option: Option) -> Slices | None:
+    def _slices(self, needs: MemoryNeeds, option: PlanOption) -> Slices | None:
         """Return slices that take equal time, and how costs divide among them."""
         slices, num_stages = needs.slices, len(needs.owned)
         if option.recompute == "full":  # B has the shares of F as well
             both = [needs.costs.per_stage(name, num_stages) for name in COMPUTE_TIMES[:2]]
             names = "quadratic_forward", "quadratic_backward_input"
-            shares = [of_every_stage(n, getattr(slices, n), num_stages) for n in names]
+            shares = [expand_to_stages(n, getattr(slices, n), num_stages) for n in names]
             stages = zip(*both, *shares, strict=True)
             mixed = tuple((f * a + b * c) / ((f + b) or 1.0) for f, b, a, c in stages)
             slices = replace(slices, quadratic_backward_input=mixed)
         costs = replace(needs.costs, slices=slices)
         num_slices, length = option.num_sequence_slices, self.probe.num_tokens_of_sequence
         sizes = (num_slices,) if length is None else (num_slices, length)
-        return costs.with_equal_slices(num_stages, *sizes).slices
+        return costs.with_balanced_slices(num_stages, *sizes).slices
 
     @property
     def links(self) -> Links:
@@ -323,10 +329,10 @@ class ModelPlanner:
 
     def options(
         self, name: str, counts: Sequence[int], recomputes: Sequence[str], num_slices: int = 1
-    ) -> list[Option]:
+    ) -> list[PlanOption]:
         """Return the options of a schedule, or of all families with "auto"."""
         settings = self.settings
-        heads, chunks = settings.heads_to_try, settings.num_chunks
+        heads, chunks = settings.head_weight_grad_choices, settings.num_chunks
         wanted = options_of(name, counts, chunks, recomputes, heads, num_slices)
         if not self.mixture:
             return wanted
@@ -370,7 +376,10 @@ class ModelPlanner:
                     self.costs_of(best.option, request.num_ranks),
                     replace(best, reason=""),
                 )
-                others = [chosen if each is best else each.judged(chosen) for each in of.candidates]
+                others = [
+                    chosen if each is best else each.with_rejection_reason(chosen)
+                    for each in of.candidates
+                ]
                 return Plan(chosen, best.schedule, costs, others), needs
         if request.must_fit:
             most = max(rank.device for rank in needs)
@@ -383,27 +392,29 @@ class ModelPlanner:
         limits = self.memories_of(plan.placement)
         return all(rank.device <= limit for rank, limit in zip(needs, limits, strict=True))
 
-    def rank_needs(self, option: Option, plan: Schedule) -> list[RankNeeds]:
+    def rank_needs(self, option: PlanOption, plan: Schedule) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
         needs = self._with_optimizer(self.needs_of(option, plan.num_ranks))
         if option.num_sequence_slices > 1:
-            needs = needs.in_slices(self.costs_of(option, plan.num_ranks))
-        return needs.of_ranks(lower(plan))
+            needs = needs.with_slices_of(self.costs_of(option, plan.num_ranks))
+        return needs.needs_by_rank(lower(plan))
 
-    def memory_without_activations(self, option: Option, num_ranks: int) -> Sequence[float]:
+    def memory_without_activations(self, option: PlanOption, num_ranks: int) -> Sequence[float]:
         """Return the bytes of each rank without activations."""
         needs = self._with_optimizer(self.needs_of(option, num_ranks))
         placement = option.placement(num_ranks)
-        return [needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks)]
+        return [
+            needs.bytes_without_activations(stages_on(placement, rank)) for rank in range(num_ranks)
+        ]
 
-    def least_memory_without_activations(self, option: Option, num_ranks: int) -> float:
+    def least_memory_without_activations(self, option: PlanOption, num_ranks: int) -> float:
         """Return the bytes without activations that one rank of any cut has at least."""
-        return self._with_optimizer(self.needs_of(option, 1)).least_of_any(num_ranks)
+        return self._with_optimizer(self.needs_of(option, 1)).least_rank_bytes(num_ranks)
 
     def _with_optimizer(self, needs: MemoryNeeds) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""
         settings = self.settings
-        num_sharing = settings.num_sharing(int(settings.data_parallel_size))
+        num_optimizer_shards = settings.num_optimizer_shards(int(settings.data_parallel_size))
         on_host, has_masters = settings.optimizer_offload, settings.master_weights is not None
         stand_ins = None
         if on_host or has_masters:
@@ -411,7 +422,7 @@ class ModelPlanner:
             if obstacle:
                 raise ScheduleError(obstacle)
             stand_ins = StandIns(by_bucket, has_masters, on_host)
-        return replace(needs, num_sharing=num_sharing, stand_ins=stand_ins)
+        return replace(needs, num_optimizer_shards=num_optimizer_shards, stand_ins=stand_ins)
 
     @property
     def host_memory_limit(self) -> float:
@@ -421,7 +432,7 @@ class ModelPlanner:
 
     def request(
         self,
-        wanted: Sequence[Option],
+        wanted: Sequence[PlanOption],
         num_ranks: int,
         recipes: Mapping[str, Recipe] = FAMILIES,
         must_fit: bool = True,
@@ -429,11 +440,11 @@ class ModelPlanner:
     ) -> PlanRequest:
         """Return the request for some options; offload and sharding are those of the settings."""
 
-        def memory_without_activations(option: Option) -> float | Sequence[float]:
+        def memory_without_activations(option: PlanOption) -> float | Sequence[float]:
             of_ranks = self.memory_without_activations(option, num_ranks)
             return of_ranks if self.mixture else max(of_ranks)
 
-        work = Work(
+        work = PlannedWork(
             num_ranks,
             lambda option: self.costs_of(option, num_ranks),
             memory_without_activations,
@@ -441,8 +452,8 @@ class ModelPlanner:
             self.steps_early,
         )
         names = [device.name for device in self.mixture]
-        machines = Machines(self.memories if names else self.memory, must_fit, names=names)
-        fixed = Fixed(wanted, self.settings.offload, recipes)
+        machines = PlanLimits(self.memories if names else self.memory, must_fit, names=names)
+        fixed = PlannerOptions(wanted, self.settings.offload, recipes)
         return fill_request(work, machines, fixed, show=self._show, **how)
 
     @property
@@ -464,9 +475,9 @@ class ModelPlanner:
             ValueError: The plan cannot be, or the model cannot be cut so.
         """
         count = settings.choose_num_microbatches(num_ranks, self.probe.batch_size)
-        planner = self.in_layout(settings)
+        planner = self.with_settings(settings)
         if settings.offload == "auto" and self.memory is not None:
-            if settings.own_recipe:
+            if settings.user_recipe:
                 raise ScheduleError(
                     f"offload=auto is planned for schedules by their names, and schedule is "
                     f"{settings.schedule}; use offload=none, half or full"
@@ -479,4 +490,4 @@ class ModelPlanner:
         joined = self.probe.joined_needs(plan.placement, count, settings)
         needs = planner._with_optimizer(joined)
         step = PlannedStep(plan, needs.costs_by_operations, self._has_barrier)
-        return Estimate(settings, num_ranks, count, needs.of_ranks(plan), step)
+        return Estimate(settings, num_ranks, count, needs.needs_by_rank(plan), step)

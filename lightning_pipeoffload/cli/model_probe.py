@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.cli.configuration import build
 from lightning_pipeoffload.loop import StepCalls
-from lightning_pipeoffload.optimizers import may_step_by_bucket, measure_states, refuse_stand_ins
+from lightning_pipeoffload.optimizers import (
+    estimate_state_bytes,
+    may_step_by_bucket,
+    refuse_stand_ins,
+)
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime import leaves_of
@@ -28,22 +32,22 @@ from lightning_pipeoffload.runtime.cut import (
     ANY_ROOM,
     BlockChain,
     CutSettings,
-    Room,
     SegmentCosts,
+    StageMemoryLimits,
     check_recompute_full,
-    classes_of_makes,
+    classes_by_structure,
     cut,
 )
 from lightning_pipeoffload.runtime.device import Devices
 from lightning_pipeoffload.runtime.making import costs_of_sizes, make_blueprint, making_shapes
-from lightning_pipeoffload.runtime.measure import with_head_in_b
+from lightning_pipeoffload.runtime.measure import move_head_w_to_b
 from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
 from lightning_pipeoffload.runtime.shapes import RemoteTensor
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel import (
-    keeping_own_parts,
-    mesh_of_absent_ranks,
-    sharing_layers,
+    fake_tensor_mesh,
+    sharding_layers,
+    sharding_without_scatter,
 )
 from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import ScheduleError
@@ -96,7 +100,7 @@ class ModelProbe:
         self.precision = "16-mixed" if alike else str(self._trainer.precision)
         self._config = config
         size = config.get("tensor_parallel_size", 1)
-        self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
+        self._mesh = fake_tensor_mesh(size) if size > 1 else None
         self._like = like
         self._flops_of_slice = 0, 0  # of the last trace: of a slice, and how many there are
         with self._making_shapes():
@@ -112,7 +116,7 @@ class ModelProbe:
         self._needs: dict[Any, MemoryNeeds] = {}
         self._chains: dict[str, BlockChain] = {}
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
-        self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
+        self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _with_run_cut
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()
 
@@ -134,8 +138,8 @@ class ModelProbe:
                 return
             self._module._device_mesh = self._mesh  # private: as Lightning sets it
             with (
-                sharing_layers(self._module, self._mesh),
-                keeping_own_parts(have_equal_values=True),
+                sharding_layers(self._module, self._mesh),
+                sharding_without_scatter(have_equal_values=True),
             ):
                 self._module.configure_model()
         except OSError as error:  # a folder that is not there, or a name that no hub has
@@ -220,34 +224,36 @@ class ModelProbe:
         for each of them, so that a stage may appear a little larger than it is. ``kept`` is of how
         many microbatches the cut has to fit each stage's activations; (): of any.
         """
-        settings = self._as_made(placement, settings)
+        settings = self._with_run_cut(placement, settings)
         chain = self._find_chain(settings)
         needs_and_sizes = self._needs_of_blocks(chain, num_microbatches, settings)
         if needs_and_sizes is None:  # the step cannot be cut between all of its blocks
             return self.needs_of(placement, num_microbatches, settings)
         needs, sizes = needs_and_sizes
-        forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
+        forward, for_input, for_weight = needs.costs.seconds_by_kind(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
         room = self._room(needs, placement, kept)
         stages = cut(chain, costs, placement, settings.split, self._slowness(placement), room)
         if settings.head_weight_grad == "B":
-            needs = replace(needs, costs=with_head_in_b(needs.costs, len(chain) + 1))
-        return needs.joined(stages)
+            needs = replace(needs, costs=move_head_w_to_b(needs.costs, len(chain) + 1))
+        return needs.join_into_stages(stages)
 
     def _slowness(self, placement: Sequence[int]) -> Sequence[float]:
-        return () if self._devices is None else self._devices.slowness_of(placement)
+        return () if self._devices is None else self._devices.slowness_per_stage(placement)
 
     def _memory(self, placement: Sequence[int]) -> Sequence[float]:
-        return () if self._devices is None else self._devices.memory_of(placement)
+        return () if self._devices is None else self._devices.memory_per_stage(placement)
 
-    def _room(self, needs: MemoryNeeds, placement: Sequence[int], kept: Sequence[int]) -> Room:
+    def _room(
+        self, needs: MemoryNeeds, placement: Sequence[int], kept: Sequence[int]
+    ) -> StageMemoryLimits:
         """Return the memory of stages, for the needs of segments."""
         limits = self._memory(placement)
         if not kept or not limits:
             return ANY_ROOM
         sizes = needs.costs.per_stage("activation", len(needs.owned))
         owned = [sum(map(sum, segment.values())) for segment in needs.owned]
-        return Room(sizes, limits, kept, owned)
+        return StageMemoryLimits(sizes, limits, kept, owned)
 
     def _needs_of_blocks(
         self, chain: BlockChain, num_microbatches: int, settings: PipelineSettings
@@ -275,14 +281,14 @@ class ModelProbe:
     ) -> list[tuple[str, tuple[MemoryNeeds, list[int]]]]:
         """Return the needs with each block as a stage, as far as the step can be traced so."""
         found: list[tuple[str, tuple[MemoryNeeds, list[int]]]] = []
-        places = self._places_of_few(chain)
+        places = self._representative_blocks(chain)
         container = container_of(self._module, chain.names) if places else None
         if container is not None:
             names = chain.names[: max(places) + 1]
             few: Any = {"blocks": names, "split": [1] * len(names) + [0]}
             sizes = (*range(len(names) + 1),), num_microbatches, replace(settings, **few)
             # The user's code may count its blocks.
-            with suppress(Exception), only_some(container, places):
+            with suppress(Exception), leaving_out_blocks(container, places):
                 traces = self._traces(*sizes, recomputes)
                 found += self._repeated(traces, [*places, len(names)])
         if not found:
@@ -292,12 +298,12 @@ class ModelProbe:
                     found.append((recompute, (needs, self._num_parameters)))
         return found
 
-    def _places_of_few(self, chain: BlockChain) -> list[int]:
+    def _representative_blocks(self, chain: BlockChain) -> list[int]:
         """Return where each block has its like if few are traced; empty: all of them are."""
         rows = [] if self._like is None else self._like._rows_of_blocks(len(chain))
         if not rows:
             return []
-        places = places_of_few([*zip(rows, classes_of_makes(chain), strict=True)])
+        places = representative_blocks([*zip(rows, classes_by_structure(chain), strict=True)])
         return places if max(places) + 1 < len(chain) else []
 
     def _repeated(
@@ -309,7 +315,10 @@ class ModelProbe:
             num_parameters = [self._num_parameters[place] for place in places]
             if not flops:
                 work = [
-                    *map(sum, zip(*needs.costs.compute(len(needs.owned)).values(), strict=True))
+                    *map(
+                        sum,
+                        zip(*needs.costs.seconds_by_kind(len(needs.owned)).values(), strict=True),
+                    )
                 ]
                 left_out = sum(work[place] for place in places) - sum(work)
                 flops, count = self._flops_of_slice
@@ -321,7 +330,7 @@ class ModelProbe:
         found = [needs for needs, _ in filter(None, self._blocks.values())]
         if not found or any(len(needs.owned) != num_blocks + 1 for needs in found):
             return []
-        return [*zip(*(needs.rows for needs in found), strict=True)][:num_blocks]
+        return [*zip(*(needs.stage_signatures for needs in found), strict=True)][:num_blocks]
 
     def _find_chain(self, settings: PipelineSettings) -> BlockChain:
         """Return the blocks, for which the step may have to be traced."""
@@ -329,7 +338,7 @@ class ModelProbe:
         if key not in self._chains:
             with self._cutting(CutSettings((0,), settings.blocks)) as pipeline:
                 if not len(pipeline.chain):
-                    self._first_slice(pipeline, self.batch_size)
+                    self._trace_first_microbatch(pipeline, self.batch_size)
                 self._chains[key] = pipeline.chain
         return self._chains[key]
 
@@ -348,9 +357,9 @@ class ModelProbe:
         recomputes: Iterable[str],
     ) -> Iterator[tuple[str, MemoryNeeds]]:
         """Trace a step once, and yield the needs with each value of ``recompute``."""
-        settings = self._as_made(placement, settings)
+        settings = self._with_run_cut(placement, settings)
         arguments = placement, settings.blocks, settings.split, settings.recompute
-        head = settings.heads_to_try[0]
+        head = settings.head_weight_grad_choices[0]
         with self._cutting(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
             size = self.batch_size // num_microbatches
             if not size:
@@ -358,10 +367,10 @@ class ModelProbe:
                     f"num_microbatches ({num_microbatches}) is more than the {self.batch_size} "
                     f"samples of a batch; use fewer, or a larger data.batch_size"
                 )
-            first = self._first_slice(pipeline, size)
+            first = self._trace_first_microbatch(pipeline, size)
             self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.work.training_flops, num_microbatches
-            states = self.states(settings.master_weights)
+            states = self.optimizer_state_bytes(settings.master_weights)
             for recompute in recomputes:
                 if recompute == "full":
                     check_recompute_full(first.record, pipeline.chain)
@@ -369,7 +378,7 @@ class ModelProbe:
 
     @contextmanager
     def _cutting(self, cut_settings: CutSettings) -> Iterator[Pipeline]:
-        _leave_meta(self._module)
+        _move_shapes_to_host(self._module)
         self._module = self._precision.convert_module(self._module)
         pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
         try:
@@ -386,12 +395,14 @@ class ModelProbe:
         finally:
             pipeline.detach()
 
-    def _first_slice(self, pipeline: Pipeline, size: int) -> Microbatch:
+    def _trace_first_microbatch(self, pipeline: Pipeline, size: int) -> Microbatch:
         inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
         slices = trace_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return slices[0]
 
-    def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:
+    def _with_run_cut(
+        self, placement: tuple[int, ...], settings: PipelineSettings
+    ) -> PipelineSettings:
         """Return settings with the cut of a run that makes the layers of ``configure_model``."""
         if not self._is_in_parts:
             return settings
@@ -402,7 +413,7 @@ class ModelProbe:
             room = ANY_ROOM
             if isinstance(settings.split, str):  # counts that are given are of any devices
                 slowness = self._slowness(placement)
-                room = Room.of_parameters(costs.parameters, self._memory(placement))
+                room = StageMemoryLimits.of_parameters(costs.parameters, self._memory(placement))
             stages = cut(chain, costs, placement, settings.split, slowness, room)
             self._own_cuts[key] = chain.names, [len(stage.blocks) for stage in stages]
         blocks, split = self._own_cuts[key]
@@ -418,9 +429,9 @@ class ModelProbe:
             self._sizes[key] = chain, costs
         return self._sizes[key]
 
-    def states(self, master_weights: str | None) -> dict[int, int]:
+    def optimizer_state_bytes(self, master_weights: str | None) -> dict[int, int]:
         """Return the bytes of optimizer state of each parameter, masters among it."""
-        return measure_states(self._optimizers, master_weights is not None)
+        return estimate_state_bytes(self._optimizers, master_weights is not None)
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -448,7 +459,7 @@ class ModelProbe:
         return all(map(may_step_by_bucket, optimizers)), ""
 
 
-def places_of_few(kinds: Sequence[Any]) -> list[int]:
+def representative_blocks(kinds: Sequence[Any]) -> list[int]:
     """Return for each block the place of one of its kind among the blocks that stay.
 
     Three stay of each run of one kind: the first also makes what all of them save.
@@ -474,7 +485,9 @@ def container_of(
 
 
 @contextmanager
-def only_some(container: nn.ModuleList | nn.Sequential, places: Sequence[int]) -> Iterator[None]:
+def leaving_out_blocks(
+    container: nn.ModuleList | nn.Sequential, places: Sequence[int]
+) -> Iterator[None]:
     """Leave blocks out of a list meanwhile; of those with the same place the first one stays."""
     blocks = [*container]
     del container[:]
@@ -486,7 +499,7 @@ def only_some(container: nn.ModuleList | nn.Sequential, places: Sequence[int]) -
         container.extend(blocks)
 
 
-def _leave_meta(module: LightningModule) -> None:
+def _move_shapes_to_host(module: LightningModule) -> None:
     """Let shapes that nothing has loaded, on the meta device, be on the host as the others are."""
     on_host: dict[int, Tensor] = {}
     for slot in find_slots(module):

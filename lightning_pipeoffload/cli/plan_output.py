@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightning_pipeoffload.pictures import Drawn
+from lightning_pipeoffload.pictures import TitledTimeline
 from lightning_pipeoffload.planning.figures import (
     PlannedStep,
     Units,
@@ -28,7 +28,7 @@ from lightning_pipeoffload.schedule import (
     Plan,
     copy_ratios,
     draw,
-    free_share,
+    hideable_copy_share,
     send_after,
     share_text,
     simulate_steps,
@@ -93,7 +93,7 @@ def step_figures(step: PlannedStep) -> dict[str, Any]:
     }
 
 
-def described(plan: Plan, with_candidates: bool) -> dict[str, Any]:
+def plan_figures(plan: Plan, with_candidates: bool) -> dict[str, Any]:
     """Return the JSON of a plan's candidates and of its offload, if any."""
     report, names = plan.report, (*_COUNTS, "slowdown", "reason")
     figures = {name: getattr(report, name) for name in names} if report else {}
@@ -140,14 +140,15 @@ def plan_answer(
 ) -> Answer:
     """Return the answer of a plan: a table of the ranks, the figures of all and a drawing.
 
-    ``figures`` are in JSON too, as of :func:`described`; ``before`` and ``after`` are in the text
-    before the table of the ranks, and after the figures.
+    ``figures`` are in JSON too, as of :func:`plan_figures`; ``before`` and ``after`` are in the
+    text before the table of the ranks, and after the figures.
     """
     ratio = max(copy_ratios(step.costs, step.schedule.num_stages))
-    share, timeline = free_share(step.costs, step.schedule.num_stages), step.timeline
+    share, timeline = hideable_copy_share(step.costs, step.schedule.num_stages), step.timeline
     copies = {"copy_ratio": ratio if isfinite(ratio) else None, "free_share": share}
     copies["full_offload_is_free"] = share == 1
-    alone = f"alone {units.sentence(timeline.makespan)}, bubble {share_text(timeline.bubble)}"
+    makespan = units.write_time_with_unit(timeline.makespan)
+    alone = f"alone {makespan}, bubble {share_text(timeline.bubble)}"
     parts: list[Part] = [*before, _rank_table(step, units), _sentence(step, units), alone]
     parts += [*_about_the_busiest(timeline.busy), *after, ""]
     parts += [_about_copies(ratio, share, figures)] * bool(ratio or "offloaded" in figures)
@@ -157,7 +158,7 @@ def plan_answer(
 
 def _sentence(step: PlannedStep, units: Units) -> str:
     barrier = f"with{'' if step.has_barrier else 'out'} a barrier between steps"
-    period = units.sentence(step.period)
+    period = units.write_time_with_unit(step.period)
     return f"a step every {period} {barrier}, bubble {share_text(step.bubble)}"
 
 
@@ -205,7 +206,7 @@ def _about_copies(ratio: float, share: float, figures: Mapping[str, Any]) -> str
 def _rank_table(step: PlannedStep, units: Units) -> Table:
     schedule, timeline = step.schedule, step.timeline
     headings = "rank", "stages", "busy", "idle", "peak memory"
-    table = bare_table(*headings, title=_headline(step) + units.words)
+    table = bare_table(*headings, title=_headline(step) + units.title_suffix)
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         times = map(units.write_time, (busy, timeline.makespan - busy))
@@ -215,10 +216,10 @@ def _rank_table(step: PlannedStep, units: Units) -> Table:
     return table
 
 
-def drawn(step: PlannedStep, units: Units, num_steps: int) -> Drawn:
+def picture_of_steps(step: PlannedStep, units: Units, num_steps: int) -> TitledTimeline:
     """Return the content of a picture of several steps, with a line above it."""
     timeline = simulate_steps(step.schedule, step.costs, num_steps, step.has_barrier)
-    return Drawn(timeline, step.costs, f"{_headline(step)}; {_sentence(step, units)}")
+    return TitledTimeline(timeline, step.costs, f"{_headline(step)}; {_sentence(step, units)}")
 
 
 def about_comparison(rows: Sequence[Mapping[str, Any]], title: str, units: Units) -> list[Part]:
@@ -234,7 +235,7 @@ def comparison_table(rows: Iterable[Mapping[str, Any]], title: str, units: Units
     to its end. Memory and host are the largest peaks of a rank, messages those of all ranks.
     """
     columns = (Column("schedule", no_wrap=True), *_HEADINGS)
-    table = bare_table(*columns, title=title + units.words, is_narrow=True)
+    table = bare_table(*columns, title=title + units.title_suffix, is_narrow=True)
     rows = [*rows]
     memories = ("peak_memory", "peak_host_memory")
     most = max((max(row[m]) for row in rows if "refused" not in row for m in memories), default=0)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import TensorSpec
 from lightning_pipeoffload.runtime.comm import Transport
-from lightning_pipeoffload.runtime.device import ActionTimer, accelerator_module, finished_at
+from lightning_pipeoffload.runtime.device import ActionTimer, accelerator_module, synchronized_time
 from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_costs
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
-from lightning_pipeoffload.runtime.step import Microbatch, placed
+from lightning_pipeoffload.runtime.step import Microbatch, set_plan_indices
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     RECVS,
@@ -30,11 +30,11 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     Schedule,
-    expected_during,
     lower,
-    one_at_a_time,
+    receives_to_post,
     recv_before,
     send_of,
+    serialize_microbatches,
     simulate,
 )
 
@@ -68,26 +68,26 @@ class Rehearsal:
         """
         pipeline, device = self.pipeline, self.pipeline.device
         transport = AbsentNeighbours(plan, pipeline.rank, costs, device)
-        microbatches = placed(self._cut_batch(plan.num_microbatches))
+        microbatches = set_plan_indices(self._cut_batch(plan.num_microbatches))
         if not pipeline.committed:
             pipeline.commit()
         timer = ActionTimer(device)
         self.executor = Executor(pipeline.rank, pipeline.stages, transport, timer, self.memory)
         if costs is not None:
-            self.executor.plan_messages(plan, costs)
+            self.executor.set_message_limits(plan, costs)
         seconds = []
         for _ in range(num_steps + 1):
             self.executor.time_by(ActionTimer(device))
-            started = finished_at()
+            started = synchronized_time()
             transport.start_step()
             self.executor.run(plan, microbatches)
-            seconds.append(finished_at() - started)
+            seconds.append(synchronized_time() - started)
             pipeline.module.zero_grad(set_to_none=False)
         return median(seconds[1:])
 
     def measure_stages(self, schedule: Schedule, speed: CopySpeed) -> dict[int, StageCosts]:
         """Return the costs of this rank's stages, from a schedule of a few microbatches."""
-        self.run(lower(one_at_a_time(schedule)), None, 1)
+        self.run(lower(serialize_microbatches(schedule)), None, 1)
         return dict(measure_costs(self.executor, speed).stages)
 
 
@@ -105,7 +105,9 @@ class AbsentNeighbours(Transport):
         if device.type == "cpu":
             self._arrivals = _HostArrivals(delays_of(plan, rank, costs) if costs else {})
         else:
-            self._arrivals = _DeviceArrivals(waits_of(plan, rank, costs) if costs else {}, device)
+            self._arrivals = _DeviceArrivals(
+                receive_waits(plan, rank, costs) if costs else {}, device
+            )
         self._specs: dict[Action, list[TensorSpec]] = {}
         self.start_step()
 
@@ -154,9 +156,9 @@ class _DeviceArrivals:
         self._waits = waits
         self._streams: defaultdict[int, torch.Stream] = defaultdict(lambda: torch.Stream(device))
         _sleep(_CYCLES)
-        started = finished_at()
+        started = synchronized_time()
         _sleep(_CYCLES)
-        self._cycles_per_second = _CYCLES / (finished_at() - started)
+        self._cycles_per_second = _CYCLES / (synchronized_time() - started)
 
     def start(self) -> None:
         self._arrivals: dict[Action, torch.Event] = {}
@@ -203,7 +205,7 @@ def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
     return delays
 
 
-def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
+def receive_waits(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
     """Return the seconds from each posted receive of ``rank`` to its message, as the plan predicts.
 
     A receive is posted when the plan expects it, but not before the message before it from the same
@@ -211,7 +213,7 @@ def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
     """
     timed = {e.action: e for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
     ends = {action: event.end for action, event in timed.items()}
-    expected = expected_during(plan, rank, costs)
+    expected = receives_to_post(plan, rank, costs)
     posted = {r: timed[action].start for action in expected for r in expected[action]}
     taken_at: dict[int, float] = {}  # by edge
     waits = {}

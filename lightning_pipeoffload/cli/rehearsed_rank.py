@@ -24,10 +24,10 @@ from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
-from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut import CutSettings, make_real
+from lightning_pipeoffload.runtime.cut import CutSettings, materialize_slot
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_copy_speed
 from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
@@ -68,7 +68,7 @@ _TIMES = (*COMPUTE_TIMES, "offload", "reload")
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class RehearsalResult:
     """The result of a rehearsal; the names are those of the JSON object.
 
     Attributes:
@@ -115,7 +115,7 @@ class RehearsedModel(ModelProbe):
         Raises:
             ValueError: The model cannot be cut so.
         """
-        settings = self._as_made(schedule.placement, settings)
+        settings = self._with_run_cut(schedule.placement, settings)
         self._module = self._precision.convert_module(self._module)
         cut = CutSettings(
             schedule.placement,
@@ -130,7 +130,7 @@ class RehearsedModel(ModelProbe):
         self._size = self.batch_size // schedule.num_microbatches
         first = self.cut(1)[0]  # of shapes, from which follows what this rank owns
         with self._precision.train_step_context():
-            self.needs = MemoryNeeds.of(pipeline, first, self.states(None))
+            self.needs = MemoryNeeds.of(pipeline, first, self.optimizer_state_bytes(None))
         real_tensors: dict[int, Tensor] = {}
         for slot in pipeline.tensors.slots:
             if pipeline.tensors.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
@@ -158,7 +158,7 @@ class RehearsedModel(ModelProbe):
 @torch.no_grad()
 def _fill(slot: Slot, real_tensors: dict[int, Tensor]) -> None:
     """Fill a parameter with harmless values: matrices small, scales 1, the rest 0."""
-    tensor = make_real(slot, real_tensors)
+    tensor = materialize_slot(slot, real_tensors)
     for scale in scales_of(tensor):
         scale.zero_()
     if not tensor.is_floating_point():
@@ -179,7 +179,7 @@ def run_rank(config: DictConfig) -> None:
     schedule = settings.make_schedule(num_ranks, count)
     pipeline = model.make(schedule, settings, config.rank, device)
     host = settings.host_budget(num_local_ranks=1)
-    run = Rehearsal(pipeline, ActivationMemory.on(device, host), model.cut)
+    run = Rehearsal(pipeline, ActivationMemory.for_device(device, host), model.cut)
     try:
         with model.stepping():
             rehearsed, costs = _run(run, settings, schedule, model.needs, config.num_steps)
@@ -208,21 +208,21 @@ def _run(
     schedule: Schedule,
     needs: MemoryNeeds,
     num_steps: int,
-) -> tuple[Rehearsed, Costs]:
+) -> tuple[RehearsalResult, Costs]:
     """Measure the stages, plan with the measured costs, and run that plan."""
     rank, count = run.pipeline.rank, schedule.num_microbatches
     speed = measure_copy_speed(run.pipeline.device)
     measured = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, measured, speed, schedule.num_stages)
-    work = Work(schedule.num_ranks, lambda option: costs)
+    work = PlannedWork(schedule.num_ranks, lambda option: costs)
     plan = lower(plan_of(request_by_name(settings, work, count)).schedule)
     run.memory.forget_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)
     timeline = simulate(plan, costs)
     ledger = run.memory.ledger
-    needed = needs.of_ranks(plan)[rank]
-    rehearsed = Rehearsed(
+    needed = needs.needs_by_rank(plan)[rank]
+    rehearsed = RehearsalResult(
         plan.name,
         plan.num_ranks,
         count,
@@ -288,7 +288,7 @@ def _hidden_share(
     return max(0.0, 1 - waited / copy_seconds)
 
 
-def _print(rehearsed: Rehearsed) -> None:
+def _print(rehearsed: RehearsalResult) -> None:
     sizes = (
         f"rank {rehearsed.rank} of {rehearsed.num_ranks}, {rehearsed.num_microbatches} microbatches"
     )
@@ -303,7 +303,7 @@ def _print(rehearsed: Rehearsed) -> None:
         console.print(line, highlight=False)
 
 
-def _lines(rehearsed: Rehearsed) -> list[str]:
+def _lines(rehearsed: RehearsalResult) -> list[str]:
     over = rehearsed.step_seconds / rehearsed.planned_seconds if rehearsed.planned_seconds else 1.0
     hidden = (
         ""

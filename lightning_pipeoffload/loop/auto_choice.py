@@ -20,15 +20,15 @@ from lightning_pipeoffload.loop.hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import depends_on_microbatch_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice, digest_work
-from lightning_pipeoffload.optimizers import measure_states
+from lightning_pipeoffload.optimizers import estimate_state_bytes
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.report import Progress, print_line
-from lightning_pipeoffload.planning.request import Work, options_of
+from lightning_pipeoffload.planning.request import PlannedWork, options_of
 from lightning_pipeoffload.planning.run_plans import plan_for_all, request_for
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut import describe_blocks, find_classes, recompute_risk
+from lightning_pipeoffload.runtime.cut import digest_blocks, find_classes, recompute_risk
 from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     BlockMeasurement,
@@ -43,11 +43,11 @@ from lightning_pipeoffload.schedule import (
     RECOMPUTATIONS,
     Candidate,
     Costs,
-    Option,
     Plan,
+    PlanOption,
     PlanRequest,
     ScheduleError,
-    places_of,
+    device_indices,
 )
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ CutBatch = Callable[[int], list[Microbatch]]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ScheduleChoice:
     """The result of ``schedule="auto"``.
 
     Attributes:
@@ -127,7 +127,7 @@ class AutoChoice:
         self._blocks = ""
         self._progress = Progress.of(pipeline)
 
-    def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
+    def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> ScheduleChoice:
         """Measure the blocks, and choose the fastest plan that fits.
 
         Args:
@@ -146,7 +146,7 @@ class AutoChoice:
             copied = replace(inputs, batch=copy_batch(inputs.batch))
             microbatches = self._cut(copied, count)
             # As they are made before they are compiled and measured.
-            self._blocks = self._blocks or describe_blocks(self._pipeline.chain)
+            self._blocks = self._blocks or digest_blocks(self._pipeline.chain)
             self._works[count] = digest_work(self._blocks, microbatches[0].record)
             return microbatches
 
@@ -154,7 +154,7 @@ class AutoChoice:
         if not self._pipeline.is_split:  # else the cut stays
             conditions = num_microbatches, batch_size, self._has_step_barrier, self._is_limited
             store = ChoiceStore(self._settings, self._pipeline, inputs.batch, conditions)
-            chosen = self._choose_again(store, cut_batch)
+            chosen = self._reuse_stored_choice(store, cut_batch)
             if chosen is not None:
                 return chosen
         if torch.are_deterministic_algorithms_enabled():  # times differ from run to run
@@ -164,7 +164,7 @@ class AutoChoice:
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if store is not None:
             self._store(store, cut_costs, chosen)
-        order = self._find_order(cut_costs, chosen.limits, chosen)
+        order = self._find_better_device_order(cut_costs, chosen.limits, chosen)
         return replace(chosen, better_order=order)
 
     def _record_trace(self) -> None:
@@ -172,7 +172,9 @@ class AutoChoice:
         self._left_out = self._find_recompute_risk()
         self._first_cut = self._pipeline.cut  # measuring cuts it in other ways
 
-    def _choose_again(self, store: ChoiceStore, cut_batch: CutBatch) -> Chosen | None:
+    def _reuse_stored_choice(
+        self, store: ChoiceStore, cut_batch: CutBatch
+    ) -> ScheduleChoice | None:
         """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
         stored = store.find()
         if stored is None:
@@ -192,11 +194,11 @@ class AutoChoice:
             chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
         except ScheduleError:
             return None
-        if self._group.reports:
+        if self._group.is_global_zero:
             print_line(_AGAIN.format(stored.option.schedule, store.path))
         return replace(chosen, num_classes=stored.num_classes)
 
-    def _store(self, store: ChoiceStore, cut_costs: CutCosts, chosen: Chosen) -> None:
+    def _store(self, store: ChoiceStore, cut_costs: CutCosts, chosen: ScheduleChoice) -> None:
         if self._trial is None or not chosen.is_measured or chosen.plan is None:
             return
         option = chosen.plan.best.option
@@ -211,7 +213,7 @@ class AutoChoice:
 
     def _measure_and_decide(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
-    ) -> tuple[CutCosts, Chosen]:
+    ) -> tuple[CutCosts, ScheduleChoice]:
         """Measure recomputation only where the memory limit excludes a plan without it."""
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
@@ -222,7 +224,7 @@ class AutoChoice:
         blocks = self._measure(cut_batch, [*product([recompute], counts)], first)
         if blocks is None:
             cut_batch(num_microbatches)  # the first cut again
-            counted = {(recompute, num_microbatches): (self._count(first), _NOTHING)}
+            counted = {(recompute, num_microbatches): (self._costs_by_operations(first), _NOTHING)}
             cut_costs = CutCosts(self._pipeline, counted, self._settings, False)
             return cut_costs, self._decide_by(cut_costs)
         cut_costs = CutCosts(self._pipeline, blocks, self._settings, True)
@@ -231,7 +233,7 @@ class AutoChoice:
             with suppress(ScheduleError):  # nothing fits without recomputation
                 chosen = self._decide_by(cut_costs)
                 before = chosen.plan
-                if before is not None and not before.is_bound_by_memory:
+                if before is not None and not before.is_limited_by_memory:
                     return cut_costs, chosen
         if others:
             blocks |= self._measure(cut_batch, [*product(others, counts)], first) or {}
@@ -239,14 +241,14 @@ class AutoChoice:
         try:
             return cut_costs, self._decide_by(cut_costs, before)
         except ScheduleError as error:
-            order = self._find_order(cut_costs, self._machine_limits, None)
+            order = self._find_better_device_order(cut_costs, self._machine_limits, None)
             if order is None:
                 raise
             raise ScheduleError(
                 f"{error}; in another order of the same devices a plan fits: {order.line}"
             ) from None
 
-    def _decide_by(self, cut_costs: CutCosts, before: Plan | None = None) -> Chosen:
+    def _decide_by(self, cut_costs: CutCosts, before: Plan | None = None) -> ScheduleChoice:
         """Plan the options; of those of an earlier plan only the best again, with the others."""
         limits = self._limits(
             None if self._trial is None else self._trial.bytes_without_activations
@@ -261,10 +263,12 @@ class AutoChoice:
         chosen = self._decide(cut_costs, limits, [o for o in wanted if o not in planned])
         assert chosen.plan is not None
         best_of_all, *more = chosen.plan.best, *chosen.plan.candidates
-        judged = [c.judged(best_of_all) for c in before.candidates if c.option in planned]
+        judged = [
+            c.with_rejection_reason(best_of_all) for c in before.candidates if c.option in planned
+        ]
         return replace(chosen, plan=replace(chosen.plan, candidates=[*judged, *more]))
 
-    def _count(self, first: Microbatch) -> Costs:
+    def _costs_by_operations(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
         try:
             return MemoryNeeds.of(self._pipeline, first).costs_by_operations
@@ -272,9 +276,11 @@ class AutoChoice:
             self._log(f"{type(error).__name__}: {error}".splitlines()[0])
             return self._pipeline.cut.costs
 
-    def _by_default(self, num_microbatches: int) -> Chosen:
+    def _by_default(self, num_microbatches: int) -> ScheduleChoice:
         name = self._settings.default_schedule
-        return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
+        return ScheduleChoice(
+            replace(self._settings, schedule=name, num_microbatches=num_microbatches)
+        )
 
     def _measure(
         self, cut_batch: CutBatch, wanted: Sequence[tuple[str, int]], first: Microbatch
@@ -321,7 +327,7 @@ class AutoChoice:
         return costs or None
 
     def _log(self, obstacle: str) -> None:
-        if self._group.reports:
+        if self._group.is_global_zero:
             log.info(_NOT_MEASURED, obstacle)
 
     def _recomputations(self) -> Sequence[str]:
@@ -360,7 +366,7 @@ class AutoChoice:
     def _add_limits(self, cut_costs: CutCosts, limits: MachineLimits) -> None:
         """Let costs of cuts know the limits, and what of unlike devices weights take."""
         own = limits.devices if self._settings.offload == "auto" else None
-        cut_costs.limits = self._settings.limits_on(self._group.num_ranks, own)
+        cut_costs.limits = self._settings.device_limits(self._group.num_ranks, own)
         if limits.devices is None or not limits.names or self._settings.memory_limit is not None:
             return
         slots = find_slots(self._pipeline.module)
@@ -372,7 +378,7 @@ class AutoChoice:
         whole = of_one + on_device * self._group.num_ranks / (sum(counts) or 1)
         cut_costs.weights = [whole * count for count in counts]
         taken = [0.0] * self._group.num_ranks
-        places = places_of(self._group.stage_ranks)
+        places = device_indices(self._group.stage_ranks)
         for stage, count in zip(cut.stages, cut.num_parameters, strict=True):
             taken[places[self._group.stage_ranks[stage.index]]] += of_one * count
         cut_costs.taken = taken
@@ -380,12 +386,12 @@ class AutoChoice:
     def _state_bytes(self) -> float:
         """Return the bytes that optimizers will keep on a rank, where they have nothing yet."""
         trainer: Any = self._pipeline.module.trainer
-        num_sharing = self._settings.num_sharing(self._group.num_replicas)
+        num_optimizer_shards = self._settings.num_optimizer_shards(self._group.num_replicas)
         has_masters = self._settings.master_weights is not None
-        states = measure_states(trainer.optimizers, has_masters)
-        return sum(states.values()) / (self._group.num_ranks * num_sharing)
+        states = estimate_state_bytes(trainer.optimizers, has_masters)
+        return sum(states.values()) / (self._group.num_ranks * num_optimizer_shards)
 
-    def _options(self, cut_costs: CutCosts) -> list[Option]:
+    def _options(self, cut_costs: CutCosts) -> list[PlanOption]:
         heads = self._heads_to_try(cut_costs)
         return [
             option
@@ -399,23 +405,23 @@ class AutoChoice:
         counts: Iterable[int],
         recompute: str,
         heads: Sequence[str] = ("W",),
-    ) -> list[Option]:
+    ) -> list[PlanOption]:
         """Return the options of numbers of microbatches that the cut has costs of."""
         settings = self._settings
         sizes = [*counts], settings.num_chunks, [recompute], heads, settings.num_sequence_slices
         return [option for option in options_of("auto", *sizes) if cut_costs.covers(option)]
 
     def _heads_to_try(self, cut_costs: CutCosts) -> Sequence[str]:
-        heads = self._settings.heads_to_try
+        heads = self._settings.head_weight_grad_choices
         return heads if self._is_limited and cut_costs.has_head else heads[:1]
 
     def _decide(
         self,
         cut_costs: CutCosts,
         limits: MachineLimits,
-        wanted: Sequence[Option],
+        wanted: Sequence[PlanOption],
         must_fit: bool = False,
-    ) -> Chosen:
+    ) -> ScheduleChoice:
         request = self._request(self._settings, cut_costs, limits, wanted, must_fit)
         plan = plan_for_all(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(cut_costs)])
@@ -430,17 +436,17 @@ class AutoChoice:
             split=[len(stage.blocks) for stage in cut_costs.stages(option)],
         )
         num_classes = 0 if self._trial is None else self._trial.num_classes
-        return Chosen(settings, plan, limits, cut_costs.is_measured, num_classes)
+        return ScheduleChoice(settings, plan, limits, cut_costs.is_measured, num_classes)
 
     def _request(
         self,
         settings: PipelineSettings,
         cut_costs: CutCosts,
         limits: MachineLimits,
-        wanted: Sequence[Option],
+        wanted: Sequence[PlanOption],
         must_fit: bool = False,
     ) -> PlanRequest:
-        work = Work(
+        work = PlannedWork(
             self._group.num_ranks,
             cut_costs.costs_of,
             cut_costs.memory_without_activations,
@@ -448,8 +454,8 @@ class AutoChoice:
         )
         return request_for(settings, work, wanted, limits, must_fit, self._progress.show)
 
-    def _find_order(
-        self, cut_costs: CutCosts, limits: MachineLimits, chosen: Chosen | None
+    def _find_better_device_order(
+        self, cut_costs: CutCosts, limits: MachineLimits, chosen: ScheduleChoice | None
     ) -> BetterOrder | None:
         """Return a better order of unlike devices; None where there is none, or it was not sought.
 
@@ -461,11 +467,11 @@ class AutoChoice:
         devices, of_places = self._group.devices, cut_costs.limits
         has_one_limit = of_places is None or len({*of_places}) == 1
         is_free = cut_costs.is_measured and self._settings.split == "auto"
-        is_alike = devices.are_alike and has_one_limit
+        is_alike = devices.are_equally_fast and has_one_limit
         if is_alike or not is_free or self._group.num_pipelines > 1:
             return None
         found = None
-        if self._group.reports:
+        if self._group.is_global_zero:
             wanted = self._options(cut_costs)
             if chosen is None or chosen.plan is None:
                 quick = [option for option in wanted if option.schedule in _QUICK]
@@ -475,7 +481,7 @@ class AutoChoice:
                 wanted = [replace(chosen.plan.best.option, num_kept=0)]
 
             def request_in(places: Sequence[int], other: CutCosts) -> PlanRequest:
-                settings, given = self._settings, self._settings.limits_on(len(places))
+                settings, given = self._settings, self._settings.device_limits(len(places))
                 if given is not None:
                     moved = [int(given[place]) for place in places]
                     settings = replace(settings, memory_limit=moved)
@@ -501,7 +507,7 @@ class AutoChoice:
             for option in self._measured_options(cut_costs, counts, recompute)
         ]
 
-    def _has_barrier(self, cut_costs: CutCosts, option: Option) -> bool:
+    def _has_barrier(self, cut_costs: CutCosts, option: PlanOption) -> bool:
         """Whether an option's ranks wait for each other at a step's end, be it for tied weights.
 
         These are on the first and the last stage: where one waits for the other, all follow.

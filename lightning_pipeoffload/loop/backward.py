@@ -27,7 +27,7 @@ from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation,
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import memory_of, written_arguments
+from lightning_pipeoffload.runtime.shapes import storage_key, written_arguments
 
 _BEFORE_BACKWARD = "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward"
 
@@ -42,7 +42,7 @@ class WrittenMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = tensors_in([*written_arguments(func, args, kwargs or {})])
-        self.written.update(map(memory_of, tensors))
+        self.written.update(map(storage_key, tensors))
         return result
 
 
@@ -63,7 +63,7 @@ class BackwardHooks:
         self._zero_grad: Callable[[], None] | None = None
         self.adds_up = True
 
-    def expect(self, zero_grad: Callable[[], None] | None) -> None:
+    def set_zero_grad(self, zero_grad: Callable[[], None] | None) -> None:
         """Store Lightning's ``zero_grad`` call for the batch; None while gradients accumulate."""
         self._zero_grad = zero_grad
         self.adds_up = zero_grad is None
@@ -74,14 +74,14 @@ class BackwardHooks:
             loss = self._scaler.scale(loss)
         self._precision.backward(loss, self._module, None)
 
-    def _zero(self) -> None:
+    def _run_zero_grad(self) -> None:
         if self._zero_grad is not None:
             self._zero_grad()
 
-    def _begin(self, loss: Tensor | None) -> None:
-        self._precision.pre_backward(self._shown(loss), self._module)
+    def _run_pre_backward(self, loss: Tensor | None) -> None:
+        self._precision.pre_backward(self._loss_or_zero(loss), self._module)
 
-    def _shown(self, loss: Tensor | None) -> Tensor:
+    def _loss_or_zero(self, loss: Tensor | None) -> Tensor:
         """Return the loss for hooks; zero on a rank without one."""
         return torch.zeros((), device=self._device) if loss is None else loss
 
@@ -100,17 +100,17 @@ class BatchBackward(BackwardHooks):
         self._pipeline, self._group, self._collected = pipeline, pipeline.group, collected
         self._is_summed = False
 
-    def start(self, results: Sequence[Any]) -> None:
+    def run_pre_backward_hooks(self, results: Sequence[Any]) -> None:
         """Run Lightning's hooks between a training step and its backward.
 
         Args:
             results: What steps have returned on this rank by then.
         """
         with self._between_steps(), self._refusing_writes():
-            self._zero()
-            self._begin(_loss_of(results[-1]) if results else None)
+            self._run_zero_grad()
+            self._run_pre_backward(_loss_of(results[-1]) if results else None)
         if self._is_summed:
-            self._pipeline.gradients.part_shared()
+            self._pipeline.gradients.prevent_double_counting()
             self._is_summed = False
 
     def _between_steps(self) -> AbstractContextManager[None]:
@@ -133,12 +133,12 @@ class BatchBackward(BackwardHooks):
         records = {f.microbatch.record for of_stage in flights for f in of_stage}
         used = {name for record in records for name in record.segments}
         local = self._pipeline.tensors.local_tensors()
-        before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
+        before = {name: storage_key(local[name]) for name in sorted(used & local.keys())}
         with WrittenMemory() as writes:
             yield
         now = self._pipeline.tensors.local_tensors()
         for name, memory in before.items():
-            if memory in writes.written or memory_of(now[name]) != memory:
+            if memory in writes.written or storage_key(now[name]) != memory:
                 raise ValueError(
                     f"{' or '.join(_BEFORE_BACKWARD)} writes {name}, which some microbatches of "
                     f"the batch have used and others will use: write it in on_train_batch_end or "
@@ -149,15 +149,15 @@ class BatchBackward(BackwardHooks):
     def _runs_hooks(self) -> bool:
         return bool(users_hooks(self._module.trainer, _BEFORE_BACKWARD))
 
-    def end(self, output: Any, accumulation: Accumulation) -> Any:
+    def run_post_backward_hooks(self, output: Any, accumulation: Accumulation) -> Any:
         """Do what Lightning does after a backward; return the output, or a zero for the loss."""
         if accumulation.is_last or accumulation.gradient_hooks:
             self._pipeline.sum_stage_gradients()
             self._pipeline.gradients.sum_shared()
             self._is_summed = True
         self._pipeline.gradient_changes.record()
-        output = self._shown(None) if output is None else output
-        self._precision.post_backward(self._shown(_loss_of(output)), self._module)
+        output = self._loss_or_zero(None) if output is None else output
+        self._precision.post_backward(self._loss_or_zero(_loss_of(output)), self._module)
         return output
 
 
@@ -166,7 +166,7 @@ def _loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-class GradientTotals:
+class GradientClipper:
     """Clips by the norm over all ranks, and skips a step whose gradients overflow on any.
 
     The norm of each gradient is squared, and all ranks sum these in the order of the optimizer's
@@ -186,10 +186,10 @@ class GradientTotals:
         squares = self._squared_norms(parameters)
         own = [p for p in self._gradients.with_local_gradient(parameters) if p.grad is not None]
         clipping = Clipping(own, clip_val, squares)
-        if self._validation.assumes_norm():
-            self._validation.expect_clipping(clipping)
+        if self._validation.assumes_no_clipping():
+            self._validation.defer_clipping(clipping)
             return
-        clipping.clip(clipping.norm(self._gradients.sum(squares)))
+        clipping.clip(clipping.norm(self._gradients.sum_over_ranks(squares)))
         self._changes.record()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -201,7 +201,7 @@ class GradientTotals:
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return those of the gradients that this rank counts, in float64; 0 for the others."""
-        counted = self._gradients.counted(parameters)
+        counted = self._gradients.counted_gradients(parameters)
         if not counted:
             return torch.zeros(len(parameters), dtype=torch.float64, device=self._device)
         # Private: as torch's own clipping, one kernel for many.
@@ -226,9 +226,9 @@ class GradientTotals:
         # A rank whose parameters are frozen has looked at nothing.
         overflow = by_device.get(found_inf.device, found_inf)
         if self._validation.assumes():
-            self._validation.expect_scaling(_scaling(scaler, overflow))
+            self._validation.defer_overflow_check(_scaling(scaler, overflow))
             return {found_inf.device: overflow}
-        return {found_inf.device: self._gradients.largest(overflow)}
+        return {found_inf.device: self._gradients.max_over_ranks(overflow)}
 
 
 def _scaling(scaler: GradScaler, overflow: Tensor) -> Scaling:

@@ -20,7 +20,7 @@ from lightning_pipeoffload.loop.data import (
 from lightning_pipeoffload.loop.microbatches import (
     MicrobatchWeights,
     least_samples,
-    may_follow_samples,
+    may_mix_samples,
 )
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.batch import (
     batch_size,
 )
 from lightning_pipeoffload.runtime.cut import StepRecord
-from lightning_pipeoffload.runtime.run import Pipeline, trace_parts
+from lightning_pipeoffload.runtime.run import Pipeline, trace_microbatches
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
@@ -140,7 +140,7 @@ class BatchCutter:
         """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""
         return self._packed.get(kind == "training_step", False)
 
-    def leave(self) -> None:
+    def forget_loaders(self) -> None:
         """Forget the loaders of an entry, at its end."""
         self._packed.clear()
         self._num_loaders.clear()
@@ -167,7 +167,7 @@ class BatchCutter:
         elif is_first:
             microbatches = self._cut_first_by_user(inputs)
         else:
-            microbatches = self.trace(inputs, self.make_parts(inputs))
+            microbatches = self.trace(inputs, self.make_user_microbatches(inputs))
         if is_first and len(microbatches) > 1:
             self._note_differences(inputs, microbatches)
         return microbatches
@@ -191,7 +191,7 @@ class BatchCutter:
             return self.trace(inputs, parts)
         except Exception as error:
             if size < samples.num:
-                self._blame_cutting(error, inputs, samples, size)
+                self._explain_cut_failure(error, inputs, samples, size)
             raise
 
     def _choose_size(self, inputs: StepInputs, total: int) -> int:
@@ -212,8 +212,8 @@ class BatchCutter:
 
         is_packed = self.packs_rows(inputs.kind)
         size = of_first // self._plans.choose(inputs, of_first, is_packed, cut)
-        if size < total and self._pipeline.group.reports:
-            self._loss_weights.record_ignored_labels(inputs.batch)
+        if size < total and self._pipeline.group.is_global_zero:
+            self._loss_weights.warn_of_ignored_labels(inputs.batch)
         return size
 
     def _smallest_size(self, inputs: StepInputs, total: int) -> int:
@@ -225,7 +225,7 @@ class BatchCutter:
             return 1
         return -(-total // self._plans.training.schedule.num_microbatches)
 
-    def _blame_cutting(
+    def _explain_cut_failure(
         self, error: Exception, inputs: StepInputs, samples: Samples, size: int
     ) -> None:
         """Raise an error that says so where the step fails only with a microbatch."""
@@ -247,10 +247,10 @@ class BatchCutter:
         """
         size, larger = microbatches[0].num_samples, None
         more = min(2 * size + 1, sum(each.num_samples for each in microbatches))
-        if not self.by_user and may_follow_samples(microbatches[0].record, size):
+        if not self.by_user and may_mix_samples(microbatches[0].record, size):
             larger = self._record_of_first(inputs, more)
-        if self._pipeline.group.reports:
-            self._loss_weights.record_differences(microbatches, larger, more)
+        if self._pipeline.group.is_global_zero:
+            self._loss_weights.warn_of_batch_dependence(microbatches, larger, more)
 
     def _record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
         """Return the step on the first ``size`` samples; None if it fails with so many.
@@ -267,16 +267,16 @@ class BatchCutter:
 
     def _cut_first_by_user(self, inputs: StepInputs) -> list[Microbatch]:
         def cut(batch: StepInputs, count: int) -> list[Microbatch]:
-            return self.trace(batch, self.make_parts(batch, count))
+            return self.trace(batch, self.make_user_microbatches(batch, count))
 
         count = self._plans.choose(inputs, 0, self.packs_rows(inputs.kind), cut)
-        parts = self.make_parts(inputs, count)
+        parts = self.make_user_microbatches(inputs, count)
         self.microbatch_size = -(-sum(parts.sizes) // count)
-        if self._pipeline.group.reports:
-            self._loss_weights.record_ignored_labels(inputs.batch)
+        if self._pipeline.group.is_global_zero:
+            self._loss_weights.warn_of_ignored_labels(inputs.batch)
         return self.trace(inputs, parts)
 
-    def make_parts(self, inputs: StepInputs, count: int = 0) -> BatchParts:
+    def make_user_microbatches(self, inputs: StepInputs, count: int = 0) -> BatchParts:
         """Return the batches that ``make_microbatches`` makes of one: ``count`` of them.
 
         0: as many as the plan has, or fewer: of batches after the first.
@@ -319,9 +319,10 @@ class BatchCutter:
     # A batch of an evaluation
 
     def cut_evaluation_batch(self, inputs: StepInputs) -> list[Microbatch]:
-        """Cut a batch into no more microbatches than the plan has; see :meth:`make_parts` too.
+        """Cut a batch into no more microbatches than the plan has.
 
-        Predictions stay in one part unless they have a row for each sample.
+        Predictions stay in one part unless they have a row for each sample. See
+        :meth:`make_user_microbatches` too.
         """
         samples = self._structure(inputs).samples_of(inputs.batch)
         size = self._smallest_size(inputs, samples.num)
@@ -345,8 +346,8 @@ class BatchCutter:
         arguments = self._pipeline, cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
-        with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
-            microbatches = trace_parts(*arguments)
+        with Progress.of(self._pipeline).print_if_slow("tracing") if is_first else nullcontext():
+            microbatches = trace_microbatches(*arguments)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks

@@ -13,7 +13,7 @@
                         pending from now on: what reads one waits for it (StepBoundary)
     Lightning        6  on_train_batch_end: reads metrics and the rank's own weights; what steps
                         wrote on other ranks are placeholders. Callbacks save by Clocks
-    Lightning's logger connector, which join_metrics has replaced, when the batch has ended:
+    Lightning's logger connector, replaced by install_shared_metrics, when the batch has ended:
                      7  the root sends what these hooks have logged
     end_batch        8  the vector of all ranks for the batch before is read, and this rank's is
                         sent: the same options, a stop, clocks that are due, reasons for another
@@ -33,16 +33,16 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_pipeoffload.loop.data import Arrivals
+from lightning_pipeoffload.loop.data import ReplicaBatchCounts
 from lightning_pipeoffload.loop.exchange import Exchange, Flags
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
-from lightning_pipeoffload.loop.stops import Clocks, JointStop
+from lightning_pipeoffload.loop.stops import JointStop, RankZeroClocks
 from lightning_pipeoffload.processes import Processes, StepOptions
 
 
-class BatchEnd:
+class BatchEndExchange:
     """What ranks tell each other at the end of batches, and where they meet.
 
     Attributes:
@@ -68,10 +68,10 @@ class BatchEnd:
         if board is not None and self._trains:
             assert processes.metrics_store is not None
             self.stop = JointStop(trainer, exchange, group.is_root)
-            self.clocks = Clocks(trainer, exchange)
+            self.clocks = RankZeroClocks(trainer, exchange)
             at_end.callback(self.clocks.remove)
             if group.num_replicas > 1:
-                self._arrivals = Arrivals(processes.metrics_store, group)
+                self._arrivals = ReplicaBatchCounts(processes.metrics_store, group)
                 board.add_poll(self._arrivals.poll)
         if requeues(environment):
             self._requeue = Requeue(trainer, environment, at_end)
@@ -95,7 +95,7 @@ class BatchEnd:
         return nullcontext() if self._arrivals is None else self._arrivals.batch()
 
     def end_batch(self) -> None:
-        """Exchange with all ranks, after the hooks of a batch's end; ``JoinedLoops`` calls it."""
+        """Exchange with all ranks, after the hooks of a batch's end; ``LoopPatches`` calls it."""
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
             due_clocks = 0 if self.clocks is None else self.clocks.end_batch()
@@ -110,24 +110,24 @@ class BatchEnd:
     def _wants_stop(self) -> bool:
         return self.stop is not None and self.stop.wants_stop()
 
-    def arrive(self) -> None:
+    def reach_milestone(self) -> None:
         """Check that all ranks reach a milestone after the same number of batches."""
         if self._arrivals is not None:
-            self._arrivals.arrive()
+            self._arrivals.reach_milestone()
 
     def agree_on_stop(self) -> None:
         """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
-        self.arrive()
+        self.reach_milestone()
         if self.stop is not None:
             self.stop.apply(self._flush())
 
-    def compare(self) -> None:
+    def compare_batches(self) -> None:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
         any_stops = self._flush()
         if self.stop is not None:
             self.stop.record(any_stops)
 
-    def finish(self) -> None:
+    def compare_remaining(self) -> None:
         """Compare what is not compared yet, after the last batch."""
         self._flush()
         self._split.loss_weights.check()

@@ -15,10 +15,10 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
 
     It may take one of them longer than ranks wait for each other elsewhere.
     """
-    if not pipeline.compiler.has_work:
+    if not pipeline.compiler.has_compiled_blocks:
         return
     group = pipeline.group
-    if group.reports:
+    if group.is_global_zero:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
     with group.world.waiting_without_timeout():
@@ -29,5 +29,5 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
                 with first.with_zeros() as (args, kwargs):
                     call = partial(chain.plain_calls[index], *args, **kwargs)
                     pipeline.compiler.compile_ahead(chain.blocks[index], call)
-    if group.reports:
+    if group.is_global_zero:
         print_line(f"Compiled in {time.monotonic() - started:.1f} s.")

@@ -8,15 +8,15 @@ from copy import copy
 from dataclasses import replace
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut import ANY_ROOM, Room, Stage
+from lightning_pipeoffload.runtime.cut import ANY_ROOM, Stage, StageMemoryLimits
 from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     costs_of_stages,
     cut_by_costs,
-    with_head_in_b,
+    move_head_w_to_b,
 )
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.schedule import Costs, Option, ScheduleError, places_of
+from lightning_pipeoffload.schedule import Costs, PlanOption, ScheduleError, device_indices
 
 ByRecompute = Mapping[tuple[str, int], tuple[Costs, ActionOverhead]]
 
@@ -46,12 +46,12 @@ class CutCosts:
         self._placement = tuple(pipeline.settings.stage_ranks)
         self._num_ranks = max(self._placement) + 1
         self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
-        self._is_in_w = settings.heads_to_try[0] == "W"  # as it was measured
+        self._is_in_w = settings.head_weight_grad_choices[0] == "W"  # as it was measured
         self._devices = pipeline.group.devices
         self.limits: Sequence[float] | None = None
         self.weights: Sequence[float] = ()
         self.taken: Sequence[float] = ()
-        self._stages: dict[Option, Sequence[Stage]] = {}
+        self._stages: dict[PlanOption, Sequence[Stage]] = {}
 
     @property
     def has_head(self) -> bool:
@@ -61,35 +61,37 @@ class CutCosts:
         costs, _ = next(iter(self.by_recompute.values()))
         return costs.per_stage("weight_residue", len(self._pipeline.chain) + 1)[-1] > 0
 
-    def covers(self, option: Option) -> bool:
+    def covers(self, option: PlanOption) -> bool:
         if self.is_measured:
             return option.num_chunks * self._num_ranks <= len(self._pipeline.chain)
         return option.placement(self._num_ranks) == self._placement
 
-    def stages(self, option: Option) -> Sequence[Stage]:
+    def stages(self, option: PlanOption) -> Sequence[Stage]:
         if not self.is_measured:
             return self._partition
         if option not in self._stages:
             placement, costs = option.placement(self._num_ranks), self._measured_costs(option)[0]
-            slowness, room = self._devices.slowness_of(placement), self._room(option, costs)
+            slowness, room = self._devices.slowness_per_stage(placement), self._room(option, costs)
             arguments = self._pipeline, costs, placement, self._split, slowness, room
             self._stages[option] = cut_by_costs(*arguments)
         return self._stages[option]
 
-    def _room(self, option: Option, costs: Costs) -> Room:
-        """Return the memory of stages by an option's cut; see :class:`Option`."""
+    def _room(self, option: PlanOption, costs: Costs) -> StageMemoryLimits:
+        """Return the memory of stages by an option's cut; see :class:`PlanOption`."""
         if not option.num_kept or self.limits is None:
             return ANY_ROOM
         placement = option.placement(self._num_ranks)
-        places = places_of(placement)
+        places = device_indices(placement)
         limits = [
             (self.limits[place] + (self.taken[place] if self.taken else 0.0)) / option.num_chunks
             for place in (places[rank] for rank in placement)
         ]
         sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
-        return Room(sizes, limits, option.max_live_microbatches(self._num_ranks), self.weights)
+        return StageMemoryLimits(
+            sizes, limits, option.max_live_microbatches(self._num_ranks), self.weights
+        )
 
-    def memory_without_activations(self, option: Option) -> float | Sequence[float]:
+    def memory_without_activations(self, option: PlanOption) -> float | Sequence[float]:
         """Return what each rank's weights in an option's cut take more than the limits allow for.
 
         0 where limits are given, or go by the smallest device.
@@ -97,17 +99,17 @@ class CutCosts:
         if not self.weights:
             return 0.0
         placement = option.placement(self._num_ranks)
-        memory = [-self.taken[place] for place in places_of(placement)]
+        memory = [-self.taken[place] for place in device_indices(placement)]
         for stage in self.stages(option):
             memory[placement[stage.index]] += sum(self.weights[s] for s in stage.segments)
         return memory
 
-    def with_cuts(self, wanted: Sequence[Option]) -> list[Option]:
+    def with_cuts(self, wanted: Sequence[PlanOption]) -> list[PlanOption]:
         """Return options, and with other cuts where a cut by times may not fit unlike devices."""
         is_free = self._split == "auto" and self.is_measured
         if self.limits is None or not is_free:
             return [*wanted]
-        if len({*self.limits}) == 1 and self._devices.are_alike:
+        if len({*self.limits}) == 1 and self._devices.are_equally_fast:
             return [*wanted]
         found = []
         for option in wanted:
@@ -128,25 +130,25 @@ class CutCosts:
         other.taken = [self.taken[place] for place in places] if self.taken else ()
         return other
 
-    def busiest(self, option: Option) -> float:
+    def busiest(self, option: PlanOption) -> float:
         """Return the seconds for which the busiest rank computes a microbatch."""
         placement = option.placement(self._num_ranks)
         work = [0.0] * self._num_ranks
-        for times in self.costs_of(option).compute(len(placement)).values():
+        for times in self.costs_of(option).seconds_by_kind(len(placement)).values():
             for seconds, rank in zip(times, placement, strict=True):
                 work[rank] += seconds
         return max(work)
 
-    def costs_of(self, option: Option) -> Costs:
+    def costs_of(self, option: PlanOption) -> Costs:
         costs, overhead = self._measured_costs(option)
         if not self.is_measured:
             return costs
         stages = self.stages(option)
         if option.head_weight_grad == "B" and self._is_in_w:
-            costs = with_head_in_b(costs, len(self._pipeline.chain) + 1)
+            costs = move_head_w_to_b(costs, len(self._pipeline.chain) + 1)
         of_stages = costs_of_stages(costs, stages, overhead)
-        slowness = self._devices.slowness_of(option.placement(self._num_ranks))
+        slowness = self._devices.slowness_per_stage(option.placement(self._num_ranks))
         return of_stages.slowed(slowness) if slowness else of_stages
 
-    def _measured_costs(self, option: Option) -> tuple[Costs, ActionOverhead]:
+    def _measured_costs(self, option: PlanOption) -> tuple[Costs, ActionOverhead]:
         return self.by_recompute[option.recompute, option.num_microbatches]

@@ -176,7 +176,7 @@ def silenced(message: str) -> Iterator[None]:
             warnings.filters.remove(added)  # type: ignore[attr-defined] # a list
 
 
-def leave_out_seen(loader: object, num_seen: int, at_end: ExitStack) -> None:
+def skip_seen_batches(loader: object, num_seen: int, at_end: ExitStack) -> None:
     """Start the next iteration over a training loader after the batches that were seen.
 
     They are read and dropped, so that workers draw for the rest what they would have drawn.
@@ -281,7 +281,7 @@ def _is_shared_out(loader: Any) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-class Arrivals:
+class ReplicaBatchCounts:
     """Compares how many batches the replicas have from one milestone to the next.
 
     A milestone is reached by all of them, such as a validation or an epoch's end: where a replica
@@ -307,7 +307,7 @@ class Arrivals:
                 raise RuntimeError(f"this rank waits for {cause}") from error
             raise
 
-    def arrive(self) -> None:
+    def reach_milestone(self) -> None:
         """Publish that this rank has reached a milestone, unless one with fewer batches has."""
         milestone, num_batches = self._position
         # One key for all: each rank polls it, and global rank 0 answers all of them.

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pipeoffload.loop.cut_costs import CutCosts
 from lightning_pipeoffload.runtime.device import Device, Devices
-from lightning_pipeoffload.schedule import Option, PlanRequest, ScheduleError, make_plan
+from lightning_pipeoffload.schedule import PlanOption, PlanRequest, ScheduleError, make_plan
 
 _WORTH_SAYING = 0.03  # of a period
 _MOST_PLANNED = 12
@@ -36,7 +36,7 @@ def find_better_order(
     cut_costs: CutCosts,
     devices: Devices,
     request_in: Callable[[Sequence[int], CutCosts], PlanRequest],
-    option: Option,
+    option: PlanOption,
     period: float = inf,
 ) -> BetterOrder | None:
     """Plan other orders, and return the best if it is worth a line.

@@ -11,8 +11,8 @@ from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.batch import batch_size, shape_signature
-from lightning_pipeoffload.runtime.shapes import give_values
-from lightning_pipeoffload.runtime.step import Microbatch, placed, without_fused_layers
+from lightning_pipeoffload.runtime.shapes import substitute_values
+from lightning_pipeoffload.runtime.step import Microbatch, set_plan_indices, without_fused_layers
 from lightning_pipeoffload.runtime.users_code import GlobalWriteError, StepCall
 
 log = logging.getLogger(__name__)
@@ -59,22 +59,24 @@ class Evaluation:
 
     def _run_microbatches(self, inputs: StepInputs, microbatches: list[Microbatch]) -> StepOutput:
         split, training = self._split, self._split.plans.training
-        training.expect(any(map(attrgetter("is_new"), microbatches)), split.pipeline.cut.costs)
+        training.prepare_for_batch(
+            any(map(attrgetter("is_new"), microbatches)), split.pipeline.cut.costs
+        )
         self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
         sizes, shares = split.shares(inputs, microbatches)
         results: list[Any] = []
         most = training.schedule.num_microbatches  # a batch may have more packed rows
         with without_fused_layers(split.pipeline.device):
             for start in range(0, len(microbatches), most):
-                some = placed(microbatches[start : start + most])
-                results += split.executor.run(training.of_evaluation(len(some)), some)
+                some = set_plan_indices(microbatches[start : start + most])
+                results += split.executor.run(training.lower_for_evaluation(len(some)), some)
         self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
 
     def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in microbatches; None: not cut."""
         cutter, microbatches, obstacle = self._split.cutter, None, ""
-        parts = cutter.make_parts(inputs) if cutter.by_user else None
+        parts = cutter.make_user_microbatches(inputs) if cutter.by_user else None
         try:
             microbatches = (
                 cutter.cut_evaluation_batch(inputs)
@@ -93,7 +95,7 @@ class Evaluation:
             self._runs_whole[key] = not all(certain for certain, _ in of_ranks)
             if any(is_uncut for _, is_uncut in of_ranks):
                 microbatches = None  # all ranks run as many
-            if obstacle and self._group.reports:
+            if obstacle and self._group.is_global_zero:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return microbatches
 
@@ -119,12 +121,12 @@ class Evaluation:
         """
         self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
         num_shared = self._num_shared_calls(inputs.kind, microbatches)
-        run = self._split.whole_runs.run(inputs.seed, num_shared_calls=num_shared)
+        run = self._split.whole_runs.prepare_run(inputs.seed, num_shared_calls=num_shared)
         with run.running():
             result = inputs.step(
                 inputs.batch, StepCall(is_last=self._group.is_root, is_last_local=True)
             )
-        values = give_values(result)
+        values = substitute_values(result)
         self._exchange.end_batch()
         if len(run.calls) > num_shared:
             self._split.generating.add(inputs.kind)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_pipeoffload.processes import StepOptions, refuse_differences
 from lightning_pipeoffload.runtime.batch import start_checksum
 from lightning_pipeoffload.runtime.comm import reporting_lost_peers
-from lightning_pipeoffload.runtime.device import mark, unrecorded
+from lightning_pipeoffload.runtime.device import profiler_range, unprofiled
 from lightning_pipeoffload.runtime.run import Pipeline
 
 _SET_ALIKE = (
@@ -40,7 +40,7 @@ class Flags(NamedTuple):
         stops: Training is to stop.
         exceeds_planned_memory: A microbatch keeps more memory than the plan allows.
         has_solver_result: A solver has a better plan, or has ended.
-        due_clocks: Which of global rank 0's clocks are due, one bit each; see ``Clocks``.
+        due_clocks: Which of global rank 0's clocks are due, one bit each; see ``RankZeroClocks``.
     """
 
     stops: bool = False
@@ -141,11 +141,11 @@ class Exchange:
         # A wish to stop is sent again as long as it stands: only the last one counts.
         return before.merged(last)._replace(stops=last.stops)
 
-    def start_from_root(self, number: int = 0) -> None:
+    def start_root_broadcast(self, number: int = 0) -> None:
         """Start to send the root's number to its pipeline, before the batch's end."""
-        self._of_root = self._group.start_sharing(number, self._group.root)
+        self._of_root = self._group.start_number_broadcast(number, self._group.root)
 
-    def from_root(self) -> int:
+    def receive_root_broadcast(self) -> int:
         """Wait for the number that was sent last, once; 0 where none was."""
         of_root, self._of_root = self._of_root, None
         return 0 if of_root is None else int(of_root())
@@ -166,11 +166,14 @@ class Exchange:
         if world.num_processes == 1:
             return lambda: numbers
         vector = torch.tensor(numbers)
-        with unrecorded():
+        with unprofiled():
             work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)
 
         def wait() -> list[int]:
-            with mark("exchange"), reporting_lost_peers("lost a rank while comparing batches"):
+            with (
+                profiler_range("exchange"),
+                reporting_lost_peers("lost a rank while comparing batches"),
+            ):
                 work.wait()
             return vector.tolist()
 

@@ -7,12 +7,12 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
         Fit.train            StepCalls.inputs, BatchCutter.cut_training_batch
                              Fit._run           the plan, measured anew; the executor: F, B, W
                              LogCapture.replay  each name that steps have logged, once
-                             BatchBackward.end  sums over ranks, on_after_backward
-        GradientTotals       clipping, the loss scale
+                             BatchBackward      sums over ranks, on_after_backward
+        GradientClipper      clipping, the loss scale
       the update             NarrowedOptimizer  of this rank's parameters only
                              StepBoundary       pending weights are watched from now on
-    Lightning's logger connector, replaced by ``join_metrics``; when a batch has ended:
-    BatchEnd.end_batch       one vector to all ranks, and that of the batch before: options alike,
+    Lightning's logger connector, replaced by ``install_shared_metrics``; when a batch has ended:
+      BatchEndExchange       one vector to all ranks, and that of the batch before: options alike,
                              stop, another plan
 """
 
@@ -28,9 +28,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torchmetrics import Metric
 
-from lightning_pipeoffload.checkpoints import Continued
-from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
-from lightning_pipeoffload.loop.batch_end import BatchEnd
+from lightning_pipeoffload.checkpoints import ResumeState
+from lightning_pipeoffload.loop.backward import BatchBackward, GradientClipper
+from lightning_pipeoffload.loop.batch_end import BatchEndExchange
 from lightning_pipeoffload.loop.data import FirstBatches, silenced
 from lightning_pipeoffload.loop.evaluation import Evaluation
 from lightning_pipeoffload.loop.exchange import Exchange
@@ -43,24 +43,29 @@ from lightning_pipeoffload.loop.hooks import (
     users_hooks,
 )
 from lightning_pipeoffload.loop.lightning_patches import (
-    JoinedLoops,
+    LoopPatches,
+    clipping_across_stages,
     filtering_by_identity,
-    join_metrics,
-    joined_precision,
+    install_shared_metrics,
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
-from lightning_pipeoffload.loop.reading import Reading
+from lightning_pipeoffload.loop.reading import BatchDistributor
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
-from lightning_pipeoffload.loop.weight_readers import check_weight_readers
-from lightning_pipeoffload.metrics import MetricGroups
+from lightning_pipeoffload.loop.weight_readers import check_hooks_reading_weights
+from lightning_pipeoffload.metrics import ReplicaMetricSync
 from lightning_pipeoffload.optimizers import EarlyStep
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.processes import Processes
 from lightning_pipeoffload.runtime import forked_randomness, mix_seed
-from lightning_pipeoffload.runtime.step import Microbatch, in_slices, placed, sharing_casts
+from lightning_pipeoffload.runtime.step import (
+    Microbatch,
+    in_slices,
+    set_plan_indices,
+    sharing_casts,
+)
 
 
 class Fit:
@@ -90,7 +95,7 @@ class Fit:
         environment: ClusterEnvironment | None,
         making: ModelInParts,
         seed: int,
-        resumed: Continued | None,
+        resumed: ResumeState | None,
         at_end: ExitStack,
         after_hooks: ExitStack,
     ) -> None:
@@ -100,11 +105,11 @@ class Fit:
         self._precision = trainer.precision_plugin
         by_user = split.cutter.by_user
         self._first_batches = FirstBatches(group.replicas, checks_lists=not by_user)
-        self._reading = Reading(
+        self._reading = BatchDistributor(
             trainer,
             group.batches,
             self._first_batches,
-            None if resumed is None else resumed.state_of(group.replica, group.num_replicas),
+            None if resumed is None else resumed.reader_state(group.replica, group.num_replicas),
             resumed is not None,
         )
         self._reading.join(at_end)
@@ -116,13 +121,13 @@ class Fit:
         self.boundary = StepBoundary(trainer, pipeline, split.masters)
         split.plans.enter(self.boundary)
         at_end.callback(self.boundary.leave)
-        self.batch_end = BatchEnd(
+        self.batch_end = BatchEndExchange(
             trainer, split, self._exchange, self.boundary, processes, environment, at_end
         )
         at_end.enter_context(filtering_by_identity())
-        totals = GradientTotals(self._precision, pipeline, self.boundary.validation)
-        at_end.enter_context(joined_precision(self._precision, totals))
-        self._connector = join_metrics(trainer, group, processes, at_end)
+        totals = GradientClipper(self._precision, pipeline, self.boundary.validation)
+        at_end.enter_context(clipping_across_stages(self._precision, totals))
+        self._connector = install_shared_metrics(trainer, group, processes, at_end)
         self._hook_forwards = None
         if processes.barrier is not None:
             self._hook_forwards = HookForwards(pipeline, split.whole_runs, processes.barrier)
@@ -132,16 +137,16 @@ class Fit:
             self._collected = CollectedValues(module, pipeline, self._connector)
         if group.num_replicas == 1:  # then there is nobody to gather from
             at_end.enter_context(silenced(".*sync_dist=True.*"))
-        after_hooks.callback(MetricGroups(group.replicas, self._refuse_metric).end_run)
+        after_hooks.callback(ReplicaMetricSync(group.replicas, self._refuse_metric).end_run)
         self._evaluation = Evaluation(
-            split, self._exchange, self._note_microbatches, self._send_in_step
+            split, self._exchange, self._record_writes, self._send_training_writes
         )
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(seed, group.replica) if group.replica else seed
-        self._steps = StepCalls(module, seed, self.batch_end.stop, group.replicas.tracing)
+        self._steps = StepCalls(module, seed, self.batch_end.stop, group.replicas.local_only)
         self._packed_rows = PackedRowCheck(module, self._steps, split, self._evaluation.run)
         self._backward = BatchBackward(module, self._precision, pipeline, self._collected)
-        loops = JoinedLoops(trainer, group, self.boundary, self.batch_end, self._collected)
+        loops = LoopPatches(trainer, group, self.boundary, self.batch_end, self._collected)
         loops.join(self._backward, at_end)
         at_end.callback(self.boundary.stop_watching)  # first: what follows may read weights
 
@@ -149,7 +154,7 @@ class Fit:
         if self._collected is not None:
             self._collected.refuse_metric(metric)
 
-    def read_states(self) -> list[dict[str, Any]]:
+    def gather_reader_states(self) -> list[dict[str, Any]]:
         """Return what the reader of each replica has read, and its generators; all ranks call it.
 
         Empty before a pass.
@@ -163,8 +168,8 @@ class Fit:
     def start_training(self) -> None:
         """Configure the synchronization between steps."""
         if self._split.group.num_ranks > 1:
-            check_weight_readers(self._trainer)
-        self._split.parameters.start_training()
+            check_hooks_reading_weights(self._trainer)
+        self._split.parameters.move_hooks_to_end()
         self.boundary.start_training(self._split.plans.settings.optimizer_sync != "barrier")
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
@@ -177,34 +182,34 @@ class Fit:
         """
         self.boundary.stop_watching()
         split = self._split
-        with self._precision.train_step_context(), self._between_hooks("training_step"):
+        with self._precision.train_step_context(), self._step_context("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
             microbatches = split.cutter.cut_training_batch(inputs)
             split.report.count(inputs.batch, microbatches)
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
-                self._begin_training(microbatches[0], accumulation)
+                self._prepare_first_batch(microbatches[0], accumulation)
             if split.cutter.packs_rows(inputs.kind):
                 self._packed_rows.check(inputs)
-            self._note_microbatches(microbatches)
+            self._record_writes(microbatches)
             done = self._run(inputs, microbatches, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last and split.reduction is not None:
             split.finish_reduction(split.reduction)
-        return self._backward.end(done.value, accumulation)
+        return self._backward.run_post_backward_hooks(done.value, accumulation)
 
-    def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
+    def _prepare_first_batch(self, first: Microbatch, accumulation: Accumulation) -> None:
         split = self._split
         metric_bytes = self._steps.metric_bytes
         split.plans.estimate_memory(first, split.parameters.optimizers(), metric_bytes)
-        split.parameters.leave_remote()
+        split.parameters.drop_remote_parameters()
         split.state.read_optimizers()
         split.parameters.reserve_host(
             split.executor.memory.settings.host, self.boundary.validation.is_on
         )
-        self._making.follow_copies()
+        self._making.update_copies()
         self._making.release_copies()
-        split.begin_training(first, accumulation.num_batches)
+        split.prepare_first_batch(first, accumulation.num_batches)
 
     def _run(
         self, inputs: StepInputs, microbatches: list[Microbatch], accumulation: Accumulation
@@ -213,28 +218,28 @@ class Fit:
         split, training, backward = self._split, self._split.plans.training, self._backward
         announces_to = split.reduction or (self._early_step if training.steps_early else None)
         self.batch_end.start_batch(len(microbatches))
-        muted, wait_for_weights = self.boundary.start_ahead(microbatches)
+        muted, wait_for_weights = self.boundary.start_before_validation(microbatches)
         with muted, sharing_casts(split.pipeline.device), self.batch_end.counted():
             if split.reduction is not None:
                 self._first_batches.start_step()
-            if split.plans.before_plan(accumulation.is_first):
-                split.report.print_plan()
+            if split.plans.update_plan(accumulation.is_first):
+                split.report.print_measured_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
             is_new = any(map(attrgetter("is_new"), microbatches))
             num_slices = microbatches[0].num_slices
             has_fewer_slices = num_slices < training.schedule.num_sequence_slices
-            training.expect(is_new, split.pipeline.cut.costs, has_fewer_slices)
+            training.prepare_for_batch(is_new, split.pipeline.cut.costs, has_fewer_slices)
             self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, microbatches)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
             results = split.executor.run_to_backward(
-                training.of_training(len(microbatches), num_slices, accumulation.is_last),
-                in_slices(placed(microbatches, weights, backward.differentiate)),
+                training.lower_for_training(len(microbatches), num_slices, accumulation.is_last),
+                in_slices(set_plan_indices(microbatches, weights, backward.differentiate)),
                 wait_for_weights,
                 announces_to if accumulation.is_last else None,
             )
-            backward.start(results)
+            backward.run_pre_backward_hooks(results)
             results = split.executor.run_rest()
         return StepOutput.of(results, sizes, shares)
 
@@ -252,7 +257,7 @@ class Fit:
         )
 
     @contextmanager
-    def _between_hooks(self, kind: str) -> Iterator[None]:
+    def _step_context(self, kind: str) -> Iterator[None]:
         """Run steps, which leave random numbers as they were, and call modules of their own."""
         forwards = nullcontext() if self._hook_forwards is None else self._hook_forwards.paused()
         collected = nullcontext() if self._collected is None else self._collected.in_step(kind)
@@ -268,7 +273,7 @@ class Fit:
 
     def end_training(self) -> None:
         """Compare the last batches, and print what was measured."""
-        self.batch_end.finish()
+        self.batch_end.compare_remaining()
         self._split.report.print_end()
         self.batch_end.end_training()
 
@@ -276,7 +281,7 @@ class Fit:
 
     def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of an evaluation; return what its step has returned."""
-        with self._between_hooks(kind), self.batch_end.counted():
+        with self._step_context(kind), self.batch_end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
             if self._split.cutter.packs_rows(inputs.kind):
                 self._packed_rows.check(inputs)
@@ -284,10 +289,10 @@ class Fit:
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
-    def _note_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
+    def _record_writes(self, microbatches: Sequence[Microbatch]) -> None:
         if self._collected is not None:
             self._collected.record_writes(microbatches)
 
-    def _send_in_step(self) -> None:
+    def _send_training_writes(self) -> None:
         if self._collected is not None:
-            self._collected.send_in_step()
+            self._collected.send_training_writes()

@@ -27,17 +27,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals, scaler_of
-from lightning_pipeoffload.loop.batch_end import BatchEnd
+from lightning_pipeoffload.loop.backward import BatchBackward, GradientClipper, scaler_of
+from lightning_pipeoffload.loop.batch_end import BatchEndExchange
 from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks import (
     CollectedValues,
     RemoteOutputs,
-    refuse_other_callbacks,
+    refuse_different_callbacks,
     wrap_end_hooks,
 )
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
-from lightning_pipeoffload.loop.stops import Clocks
+from lightning_pipeoffload.loop.stops import RankZeroClocks
 from lightning_pipeoffload.metrics import SharedMetricsConnector
 from lightning_pipeoffload.processes import Processes
 from lightning_pipeoffload.runtime import replaced
@@ -56,7 +56,7 @@ def _replace_until(
     at_end.enter_context(replaced(owner, name, partial(replacement, *args, plain)))
 
 
-def join_metrics(
+def install_shared_metrics(
     trainer: Trainer, mesh: RankMesh, processes: Processes, at_end: ExitStack
 ) -> SharedMetricsConnector:
     """Put in the connector by which all ranks have the root's metrics, until ``at_end`` is closed.
@@ -64,18 +64,20 @@ def join_metrics(
     Lightning's loops call it at the ends of batches and epochs.
     """
     plain, store = trainer._logger_connector, processes.metrics_store
-    connector = SharedMetricsConnector.from_plain(plain, mesh, store, processes.fail)
+    connector = SharedMetricsConnector.from_plain(
+        plain, mesh, store, processes.report_thread_failure
+    )
     trainer._logger_connector = connector
     at_end.callback(lambda: connector.fetch_last_metrics() if processes.board is not None else None)
     if store is not None:
-        refuse_other_callbacks(trainer)
+        refuse_different_callbacks(trainer)
         for hook in wrap_end_hooks(trainer, connector.publish):
             at_end.callback(hook.remove)
     return connector
 
 
 @contextmanager
-def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[None]:
+def clipping_across_stages(precision: Precision, totals: GradientClipper) -> Iterator[None]:
     """Make a precision plugin clip and unscale by the gradients of all stages."""
     scaler = scaler_of(precision)
     with ExitStack() as stack:
@@ -98,7 +100,7 @@ def filtering_by_identity() -> AbstractContextManager[None]:
     return replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(find_new))
 
 
-def stop_without_waiting(trainer: Trainer, at_end: ExitStack) -> None:
+def patch_sigterm_handling(trainer: Trainer, at_end: ExitStack) -> None:
     """Make a rank that a signal stops end after its batch, and the others with it."""
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     epoch = trainer.fit_loop.epoch_loop
@@ -108,7 +110,7 @@ def stop_without_waiting(trainer: Trainer, at_end: ExitStack) -> None:
     _replace_until(at_end, connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
 
 
-def leave_group_samplers(trainer: Trainer, at_end: ExitStack) -> None:
+def keep_group_samplers(trainer: Trainer, at_end: ExitStack) -> None:
     """Keep Lightning from adding a DistributedSampler to loaders that need none.
 
     The sampler of such a loader already shares the data out among replicas.
@@ -130,12 +132,12 @@ class BackwardInStep(_AutomaticOptimization):
     def __init__(
         self,
         plain: _AutomaticOptimization,
-        expect: Callable[[Callable[[], None] | None], None],
+        set_zero_grad: Callable[[Callable[[], None] | None], None],
         outputs: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(plain.trainer)
         self.optim_progress = plain.optim_progress
-        self._expect, self._outputs = expect, outputs
+        self._expect, self._outputs = set_zero_grad, outputs
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,11 +185,11 @@ class PipelineThroughput(Throughput):
         return metrics
 
 
-class JoinedLoops:
+class LoopPatches:
     """What all ranks do together where Lightning's loops and their connector call.
 
     Each method stands in place of Lightning's own, which it gets as ``plain``. The trainer has the
-    connector of :func:`join_metrics`.
+    connector of :func:`install_shared_metrics`.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class JoinedLoops:
         trainer: Trainer,
         mesh: RankMesh,
         boundary: StepBoundary,
-        batch_end: BatchEnd,
+        batch_end: BatchEndExchange,
         collected: CollectedValues | None,
     ) -> None:
         self._trainer: Any = trainer
@@ -210,7 +212,7 @@ class JoinedLoops:
         plain = epoch.automatic_optimization
         message = "training_step", self._mesh.root, connector.outputs
         outputs = None if self._mesh.is_root else partial(RemoteOutputs, *message)
-        in_step = BackwardInStep(plain, backward.expect, outputs)
+        in_step = BackwardInStep(plain, backward.set_zero_grad, outputs)
         at_end.enter_context(replaced(epoch, "automatic_optimization", in_step))
         replace(fit, "run", self._fit)
         replace(fit, "on_advance_start", self._start_epoch)
@@ -218,7 +220,7 @@ class JoinedLoops:
         # While the module still trains: Lightning calls no hook of the strategy that early.
         replace(epoch.val_loop, "run", self._validate)
         for loop in (trainer.validate_loop, trainer.test_loop):
-            replace(loop, "run", self._evaluate_alone, loop)
+            replace(loop, "run", self._evaluate_outside_fit, loop)
         replace(trainer.predict_loop, "run", self._predict)
         # Before the hooks of a prediction's end, where Lightning calls no method of its connector.
         replace(trainer.predict_loop, "on_run_end", self._end_prediction)
@@ -227,12 +229,12 @@ class JoinedLoops:
         clocks = self._end.clocks
         if clocks is not None and getattr(trainer, "_val_check_time_interval", None) is not None:
             # Private: in Lightning's own every rank goes by its own clock.
-            replace(epoch, "_should_check_val_fx", _check_validation, clocks)
+            replace(epoch, "_should_check_val_fx", _is_validation_due, clocks)
         replace(connector, "on_batch_end", self._end_batch)
         replace(connector, "epoch_end_reached", self._reach_epoch_end)
         replace(connector, "reset_results", self._reset_logged)
-        stop_without_waiting(trainer, at_end)
-        leave_group_samplers(trainer, at_end)
+        patch_sigterm_handling(trainer, at_end)
+        keep_group_samplers(trainer, at_end)
         for callback in trainer.callbacks:
             if isinstance(callback, ThroughputMonitor):
                 throughputs = callback._throughputs  # private: nothing else has them
@@ -257,7 +259,7 @@ class JoinedLoops:
 
     def _reach_epoch_end(self, plain: Callable[[], None]) -> None:
         """Go on after the last batch of an epoch or an evaluation, before the hooks of its end."""
-        self._end.arrive()  # before anything waits for the other ranks
+        self._end.reach_milestone()  # before anything waits for the other ranks
         self._send_collected()
         plain()
 
@@ -272,25 +274,25 @@ class JoinedLoops:
 
     def _end_epoch(self, plain: Callable[[], None]) -> None:
         """Agree on whether to go on, after the hooks of an epoch's end."""
-        self._boundary.wait_on_all_ranks()
+        self._boundary.wait_for_final_weights()
         plain()
         self._end.agree_on_stop()
 
     def _validate(self, plain: Callable[[], Any]) -> Any:
-        self._boundary.wait_on_all_ranks()
-        self._end.arrive()
+        self._boundary.wait_for_final_weights()
+        self._end.reach_milestone()
         result = _evaluate(self._trainer.fit_loop.epoch_loop.val_loop, plain)
         self._end.agree_on_stop()
         return result
 
-    def _evaluate_alone(self, loop: Any, plain: Callable[[], Any]) -> Any:
+    def _evaluate_outside_fit(self, loop: Any, plain: Callable[[], Any]) -> Any:
         results = _evaluate(loop, plain)
-        self._end.finish()
+        self._end.compare_remaining()
         return results
 
     def _predict(self, plain: Callable[[], Any]) -> Any:
         """Predict; other ranks than the last stage's have nothing to return."""
-        predictions = self._evaluate_alone(self._trainer.predict_loop, plain)
+        predictions = self._evaluate_outside_fit(self._trainer.predict_loop, plain)
         return predictions if self._mesh.is_root else None
 
     def _end_prediction(self, plain: Callable[[], Any]) -> Any:
@@ -318,7 +320,9 @@ def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:
         return plain()
 
 
-def _check_validation(clocks: Clocks, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
+def _is_validation_due(
+    clocks: RankZeroClocks, plain: Callable[[Any], bool], data_fetcher: Any
+) -> bool:
     """Validate when global rank 0's clock says so."""
     with clocks.deciding():
         return plain(data_fetcher)

@@ -106,12 +106,12 @@ class MicrobatchWeights:
         """Leave the last batch unchecked, after an error."""
         self._check = lambda: None
 
-    def record_ignored_labels(self, batch: Any) -> None:
+    def warn_of_ignored_labels(self, batch: Any) -> None:
         """Warn where weights by samples may not be those of the loss."""
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_LABELS_LEFT_OUT)
 
-    def record_differences(
+    def warn_of_batch_dependence(
         self, microbatches: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
     ) -> None:
         """Warn of what microbatches compute otherwise than the whole batch, a line for each kind.
@@ -119,7 +119,7 @@ class MicrobatchWeights:
         Args:
             microbatches: The first batch's microbatches, several.
             larger: The record of the step for more samples than the first of them has, where
-                :func:`may_follow_samples` holds of that one's.
+                :func:`may_mix_samples` holds of that one's.
             num_larger: How many.
         """
         sizes = [each.num_samples for each in microbatches]
@@ -160,7 +160,7 @@ def _compare_terms(terms: Terms, larger: Terms, ratio: float) -> tuple[list[str]
     return sums, counts
 
 
-def may_follow_samples(record: StepRecord, size: int) -> bool:
+def may_mix_samples(record: StepRecord, size: int) -> bool:
     """Return whether a step may compare, sum, count or keep the samples of a microbatch."""
     uses = record.samples
     return bool(uses.lines_with_pairs(size) or uses.kept_rows(size)) or any(uses.loss_terms)
@@ -193,10 +193,12 @@ def drops_first_label(module: nn.Module) -> bool:
     encoding = names.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     models = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     causal = {name for family, name in models if family not in encoding}
-    return any(type(part).__name__ in causal or _reads_images(part) for part in module.modules())
+    return any(
+        type(part).__name__ in causal or _is_multimodal_causal(part) for part in module.modules()
+    )
 
 
-def _reads_images(part: nn.Module) -> bool:
+def _is_multimodal_causal(part: nn.Module) -> bool:
     """Whether a model of transformers is a causal one over images or sound and text."""
     is_conditional = getattr(part, "loss_type", None) == "ForConditionalGeneration"
     return is_conditional and not getattr(part.config, "is_encoder_decoder", False)
@@ -231,13 +233,13 @@ def _norms_over_batch(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _depends_on_batch_size(part: nn.Module) -> bool:
     if isinstance(part, _OVER_A_BATCH):
         return True
-    attributes = {**vars(part), **_numbers_of(getattr(part, "config", None))}
+    attributes = {**vars(part), **_dropout_rates(getattr(part, "config", None))}
     # By name: functional dropout leaves nothing else to see.
     rates = [rate for name, rate in attributes.items() if "drop" in name or name == "p"]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _numbers_of(config: object) -> dict[str, object]:
+def _dropout_rates(config: object) -> dict[str, object]:
     """Return the attributes of a Hugging Face configuration."""
     attributes = getattr(config, "__dict__", {})
     return {str(name): value for name, value in attributes.items() if "drop" in str(name)}

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.checkpoints import make_whole
+from lightning_pipeoffload.checkpoints import broadcast_split_values
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import PipelineGroup
@@ -26,7 +26,11 @@ from lightning_pipeoffload.runtime.making import (
     make_blueprint,
 )
 from lightning_pipeoffload.runtime.shapes import refuse_shard
-from lightning_pipeoffload.runtime.tensor_parallel import INSTEAD, keeping_own_parts, sharing_layers
+from lightning_pipeoffload.runtime.tensor_parallel import (
+    INSTEAD,
+    sharding_layers,
+    sharding_without_scatter,
+)
 
 _ONE_RANK = (
     'self.device_mesh["data_parallel"] has one rank, so that fully_shard under '
@@ -80,7 +84,7 @@ class ModelInParts:
             )
         with _noticing_data_mesh(is_new), self._making(is_new):
             yield
-        self.follow_copies()
+        self.update_copies()
 
     @contextmanager
     def _making(self, is_new: bool) -> Iterator[None]:
@@ -88,7 +92,7 @@ class ModelInParts:
         has_run = any(isinstance(parameter, DTensor) for parameter in self._module.parameters())
         has_own_layers = is_overridden("configure_model", self._module) and not has_run
         if self._group.num_ranks == 1 or not has_own_layers:
-            with self._sharing_layers():
+            with self._keeping_local_shards():
                 yield
             return
         self._blueprint = None
@@ -99,7 +103,7 @@ class ModelInParts:
                 )
             blueprint = self._make_blueprint()
             if blueprint is None:
-                with self._sharing_layers():
+                with self._keeping_local_shards():
                     yield
                 return
             ranks = self._group.stage_ranks
@@ -109,16 +113,16 @@ class ModelInParts:
             ]
             local = [s for s, rank in enumerate(ranks) if rank == self._group.rank]
             with (
-                _without_advice(),
+                _without_init_module_warning(),
                 constructing(self._module, blueprint, local, where),
-                self._sharing_layers(),
-                self._dividing_parameters(),
+                self._keeping_local_shards(),
+                self._sharding_without_broadcast(),
             ):
                 yield
             self._blueprint = blueprint
 
     @contextmanager
-    def _sharing_layers(self) -> Iterator[None]:
+    def _keeping_local_shards(self) -> Iterator[None]:
         """Let tensor ranks share the layers that are made within the context.
 
         Raises:
@@ -130,18 +134,18 @@ class ModelInParts:
             for name, parameter in self._module.named_parameters():
                 refuse_shard(name, parameter)
             return
-        with sharing_layers(self._module, mesh):
+        with sharding_layers(self._module, mesh):
             yield
 
     @contextmanager
-    def _dividing_parameters(self) -> Iterator[None]:
+    def _sharding_without_broadcast(self) -> Iterator[None]:
         """Divide parameters among tensor ranks, on ranks that make their own parts."""
         if self._group.device_mesh is None:
             yield
             return
         # What was made in __init__, before ranks had the same generators, may differ.
         have_equal_values = next(self._module.parameters(), None) is None
-        with keeping_own_parts(have_equal_values):
+        with sharding_without_scatter(have_equal_values):
             yield
 
     @contextmanager
@@ -160,41 +164,41 @@ class ModelInParts:
         """Run ``configure_model`` without values; None where it makes no blocks."""
         blueprint = self._try_out()
         if blueprint is not None and absent_in(self._module):
-            make_whole(self._module, self._group)
+            broadcast_split_values(self._module, self._group)
             blueprint = self._try_out()
         return blueprint
 
     def _try_out(self) -> Blueprint | None:
-        with _without_advice(), self._precision.module_init_context():
+        with _without_init_module_warning(), self._precision.module_init_context():
             return make_blueprint(
                 self._module,
                 self._configure,
                 self._group.stage_ranks,
                 self._settings.blocks,
                 self._settings.split,
-                self._group.devices.slowness_of(self._group.stage_ranks),
-                self._group.devices.memory_of(self._group.stage_ranks),
+                self._group.devices.slowness_per_stage(self._group.stage_ranks),
+                self._group.devices.memory_per_stage(self._group.stage_ranks),
             )
 
     def _configure(self) -> None:
-        with self._sharing_layers(), self._dividing_parameters():
+        with self._keeping_local_shards(), self._sharding_without_broadcast():
             self._module.configure_model()
 
     def pop_parts(self) -> PartedModule | None:
         """Return the module in parts; None if it was made whole, and has all values then."""
         blueprint, self._blueprint = self._blueprint, None
         if blueprint is None:
-            make_whole(self._module, self._group)
+            broadcast_split_values(self._module, self._group)
             return None
         group = self._group
         return PartedModule(
             self._module, blueprint, group.stage_ranks, group.rank, group.copy_to_devices
         )
 
-    def follow_copies(self) -> None:
+    def update_copies(self) -> None:
         """Have copies of the module follow it: shapes, and tensors, where it has them now."""
         if self._copies is not None:
-            self._copies.follow()
+            self._copies.update_copies()
 
     def release_copies(self) -> None:
         """Follow no more copies."""
@@ -220,7 +224,7 @@ def _noticing_data_mesh(is_new: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def _without_init_module_warning() -> Iterator[None]:
     """Silence the advice of ``trainer.init_module`` to use ``configure_model``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*init_module.* cannot fully support")

@@ -26,7 +26,7 @@ from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOut
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.users_code import restoring_module
 from lightning_pipeoffload.schedule import bytes_text
-from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
+from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_text_starts
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PackedRowCheck:
         # Predictions are of all texts of a row, and by no labels.
         if kind in (*self._done, "predict_step"):
             return
-        rows = rows_that_differ(inputs.batch)
+        rows = make_changed_rows(inputs.batch)
         self._num_tries[kind] += 1
         if not self._split.group.world.agree(rows is not None, unanimous=True):
             if self._num_tries[kind] == _NUM_TRIES:
@@ -96,13 +96,13 @@ class PackedRowCheck:
 
     def _give_up(self, kind: str) -> None:
         self._done.add(kind)
-        if self._split.group.reports:
+        if self._split.group.is_global_zero:
             log.warning(_UNCHECKED, kind, _NUM_TRIES)
 
     def _record_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
         group = self._split.group
         most = max(group.world.gather(num_bytes))
-        if most > _MASK_BYTES and group.reports:
+        if most > _MASK_BYTES and group.is_global_zero:
             limit = int(num_tokens * (_MASK_BYTES / most) ** 0.5)
             log.warning(_DENSE_MASK, kind, bytes_text(most), limit)
 
@@ -121,7 +121,7 @@ class PackedRowCheck:
         if not most:
             return
         if others and without_routers < _ROUNDING:
-            if group.reports:
+            if group.is_global_zero:
                 log.warning(_ROUTERS, kind, most)
             return
         raise ValueError(
@@ -168,7 +168,7 @@ def _has_routers(part: Any) -> bool:
     return bool(getattr(getattr(part, "config", None), "output_router_logits", False))
 
 
-def rows_that_differ(batch: Any) -> list[Any] | None:
+def make_changed_rows(batch: Any) -> list[Any] | None:
     """Return two batches of a row in which only the first text differs; None: no row serves.
 
     Only the second text has labels.
@@ -185,7 +185,7 @@ def rows_that_differ(batch: Any) -> list[Any] | None:
     size, device = len(batch["input_ids"]), batch["input_ids"].device
     on_host = zip(*(batch[name].cpu().split(1) for name in names), strict=False)
     for number, (tokens, positions, labels) in enumerate(on_host):
-        starts = find_texts(positions)
+        starts = find_text_starts(positions)
         if len(starts) < 2:
             continue
         first, second = slice(0, starts[1]), slice(*[*starts, tokens.numel()][1:3])

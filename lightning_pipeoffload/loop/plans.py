@@ -5,8 +5,8 @@ the plan stays: reasons for another one are sent after a batch, read a batch lat
 new plan before the next batch that starts a step::
 
     first batch    choose()        by the settings, or by measured blocks
-    fourth batch   before_plan()   anew, by what three steps have cost
-    later batches  flags() -> of all ranks -> before_plan()    anew, or the solver's
+    fourth batch   update_plan()   anew, by what three steps have cost
+    later batches  flags() -> of all ranks -> update_plan()    anew, or the solver's
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
+from lightning_pipeoffload.loop.auto_choice import AutoChoice, ScheduleChoice
 from lightning_pipeoffload.loop.exchange import Flags
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.solver_search import SolverSearch
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.optimizers import may_step_by_bucket, measure_states
+from lightning_pipeoffload.optimizers import estimate_state_bytes, may_step_by_bucket
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
 from lightning_pipeoffload.planning.report import print_new_plan
-from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
     first_plan,
     keeps_limits,
@@ -36,19 +36,23 @@ from lightning_pipeoffload.planning.run_plans import (
     request_for,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
+from lightning_pipeoffload.planning.training_plan import (
+    CurrentPlan,
+    TrainingPlan,
+    is_worth_changing,
+)
 from lightning_pipeoffload.runtime.run import Executor, Pipeline
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     Costs,
     Kind,
-    Option,
     Plan,
+    PlanOption,
     Schedule,
     ScheduleError,
+    accumulates_in_same_order,
     options,
-    sums_alike,
 )
 
 log = logging.getLogger(__name__)
@@ -94,10 +98,10 @@ class Plans:
         self._search = SolverSearch(group, self.training, measurements, self._replace)
         self._flags = Flags()
         self._largest: dict[str, dict[int, int]] = {}
-        self.chosen: Chosen | None = None
+        self.chosen: ScheduleChoice | None = None
         self._has_measured_steps = False
         self._has_reserved_memory = False
-        self._is_solved = settings.is_solved
+        self._is_solved = settings.uses_solver
 
     @property
     def settings(self) -> PipelineSettings:
@@ -145,9 +149,9 @@ class Plans:
         """
         least = least_samples(self._pipeline.module)
         sizes = self._group.num_ranks, total, least, is_packed
-        settings, is_chosen = self.settings, self.settings.is_chosen
+        settings, chooses_schedule = self.settings, self.settings.chooses_schedule
         count = settings.choose_num_microbatches(*sizes)
-        if is_chosen:
+        if chooses_schedule:
             run = self._pipeline, self._measurements
             choice = AutoChoice(settings, *run, cut, self._has_step_barrier)
             self.chosen = choice.choose(inputs, count, total)
@@ -156,8 +160,8 @@ class Plans:
         schedule, offloaded = first_plan(
             settings, self._group.num_ranks, count, self._on_accelerator
         )
-        self.training.replace(Current(settings, schedule, offloaded=offloaded))
-        if is_chosen and not self._pipeline.is_split:
+        self.training.replace(CurrentPlan(settings, schedule, offloaded=offloaded))
+        if chooses_schedule and not self._pipeline.is_split:
             self._group.assign_stages(schedule)
             self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
             self._executor.set_rank(self._group.rank, self._group.transport)
@@ -175,12 +179,12 @@ class Plans:
         """
         settings = self.settings
         try:
-            num_sharing = settings.num_sharing(self._group.num_replicas)
+            num_optimizer_shards = settings.num_optimizer_shards(self._group.num_replicas)
             has_masters = settings.master_weights is not None
-            states = measure_states(optimizers, has_masters)
-            needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
+            states = estimate_state_bytes(optimizers, has_masters)
+            needs = MemoryNeeds.of(self._pipeline, first, states, num_optimizer_shards)
             count = self.training.schedule.num_microbatches
-            needs = needs.with_last(2 * count * metric_bytes)  # parts, and joined
+            needs = needs.add_to_last_stage(2 * count * metric_bytes)  # parts, and joined
             on_host = settings.optimizer_offload
             if on_host or has_masters:
                 by_bucket = all(map(may_step_by_bucket, optimizers))
@@ -189,7 +193,7 @@ class Plans:
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 
-    def begin(self) -> None:
+    def plan_first_step(self) -> None:
         """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
 
         The memory of these stages, computed from shapes, replaces that of measured blocks.
@@ -198,17 +202,17 @@ class Plans:
         if self.chosen is None or self.chosen.plan is None or not self.chosen.is_measured:
             return
         costs = self.chosen.costs_with(self.needs)
-        self._plan_by_name(costs, self.chosen.limits)
+        self._plan_named_schedule(costs, self.chosen.limits)
 
-    def _plan_by_name(self, costs: Costs, limits: MachineLimits) -> None:
+    def _plan_named_schedule(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
         count = self.training.schedule.num_microbatches
         request = request_by_name(self.settings, self._work(costs), count, limits)
         self._use_plan(self.settings, plan_for_all(self._group, request), limits)
 
-    def _work(self, costs: Costs) -> Work:
+    def _work(self, costs: Costs) -> PlannedWork:
         has_barrier = self.training.has_barrier
-        return Work(
+        return PlannedWork(
             self._group.num_ranks,
             lambda option: costs,
             has_barrier=lambda option: has_barrier(),
@@ -217,14 +221,14 @@ class Plans:
 
     def _use_plan(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
-        self._replace(Current(settings, plan.schedule, plan.costs, plan.report, limits))
+        self._replace(CurrentPlan(settings, plan.schedule, plan.costs, plan.report, limits))
 
-    def _replace(self, current: Current) -> None:
+    def _replace(self, current: CurrentPlan) -> None:
         assert current.costs is not None
         self.training.replace(current)
-        self._measurements.start_anew(current.costs.copy_lanes)
+        self._measurements.reset_for_new_plan(current.costs.copy_lanes)
 
-    def before_plan(self, is_first: bool) -> bool:
+    def update_plan(self, is_first: bool) -> bool:
         """Change the plan if there is reason to; called between two batches by all ranks.
 
         Args:
@@ -235,10 +239,10 @@ class Plans:
         """
         if not self._has_reserved_memory and self._measurements.has_run:
             self._has_reserved_memory = True
-            given = self.settings.limits_on(self._group.num_ranks)
+            given = self.settings.device_limits(self._group.num_ranks)
             limit = None if given is None else int(given[self._group.device_place])
             self._measurements.reserve_memory(limit)
-        if not self._has_measured_steps and self._measurements.suffice:
+        if not self._has_measured_steps and self._measurements.is_plan_due:
             return self._plan_by_measurement()
         if is_first:
             flags, self._flags = self._flags, Flags()
@@ -293,7 +297,7 @@ class Plans:
         costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
         limits = self._gather_limits()
         after = self._adopt_better(costs, limits)
-        if self._group.reports:
+        if self._group.is_global_zero:
             print_new_plan(self.training.schedule.name, after)
         if self._is_solved:
             self._search.start(costs, limits)
@@ -316,10 +320,10 @@ class Plans:
         try:
             plan = plan_for_all(self._group, request)
         except ScheduleError as error:
-            if self._group.reports and not keeps_limit:
+            if self._group.is_global_zero and not keeps_limit:
                 log.warning(_NONE_FITS, str(error).partition("\n")[0])
             return None
-        if plan.schedule == used or not self._adds_up_alike(plan.schedule):
+        if plan.schedule == used or not self._sums_in_same_order(plan.schedule):
             return None
         after = self.training.period(plan.schedule, costs)
         if keeps_limit and not is_worth_changing(before, after):
@@ -328,12 +332,12 @@ class Plans:
         self._use_plan(settings, plan, limits)
         return after
 
-    def _options(self) -> list[Option]:
+    def _options(self) -> list[PlanOption]:
         """Return the options that the plan in use may be changed to."""
         used = self.training.schedule
         if self.chosen is None:
             return [self.settings.option(used.num_microbatches)]
-        heads = self.settings.heads_to_try[:1]
+        heads = self.settings.head_weight_grad_choices[:1]
         sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute], heads
         return [
             option
@@ -342,12 +346,12 @@ class Plans:
             and not FAMILIES[option.schedule].takes_seconds
         ]
 
-    def _adds_up_alike(self, schedule: Schedule) -> bool:
+    def _sums_in_same_order(self, schedule: Schedule) -> bool:
         by_weight: dict[int, frozenset[int]] = {}
         for name, stages in self._pipeline.tensors.owners.items():
             key = self._pipeline.tensors.identity[name]
             by_weight[key] = by_weight.get(key, frozenset()) | stages
-        return sums_alike(self.training.schedule, schedule, by_weight.values())
+        return accumulates_in_same_order(self.training.schedule, schedule, by_weight.values())
 
     def _plan_by_measurement(self) -> bool:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
@@ -368,7 +372,7 @@ class Plans:
         elif self.chosen is not None and self.chosen.is_measured:
             self._adopt_better(costs, limits)
         else:
-            self._plan_by_name(costs, limits)
+            self._plan_named_schedule(costs, limits)
         return True
 
     def _gather_limits(self) -> MachineLimits:

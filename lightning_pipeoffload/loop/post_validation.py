@@ -119,9 +119,9 @@ class PostValidation:
             over_replicas: Whether the replicas divide the gradients of the model.
         """
         self._snapshot, self.is_on = snapshot, True
-        self._group.connect_boundary(over_replicas)
+        self._group.make_boundary_group(over_replicas)
 
-    def assumes_norm(self) -> bool:
+    def assumes_no_clipping(self) -> bool:
         """Whether the current step runs as if no clipping were needed."""
         # Private: no public name tells the hook that runs. Others may clip before this one.
         is_last = self._trainer.lightning_module._current_fx_name == "configure_gradient_clipping"
@@ -137,21 +137,21 @@ class PostValidation:
         if self._snapshot is None:
             return False
         if self._any_watched:
-            if self._group.reports:
+            if self._group.is_global_zero:
                 log.info(_WAITS, type(self._snapshot.optimizer).__name__)
             self._snapshot, self.is_on = None, False
             return False
-        self._is_watched = has_foreign_code(self._snapshot.optimizer)  # on this rank: it trains
+        self._is_watched = runs_user_code(self._snapshot.optimizer)  # on this rank: it trains
         self._snapshot.save()
         return True
 
-    def expect_scaling(self, scaling: Scaling) -> None:
+    def defer_overflow_check(self, scaling: Scaling) -> None:
         """Find out later whether other ranks have found infinities."""
         self._scaling = scaling
         if self._is_watched and not clips_by_norm(self._trainer):
             self._validate_now()
 
-    def expect_clipping(self, clipping: Clipping) -> None:
+    def defer_clipping(self, clipping: Clipping) -> None:
         """Find out later whether gradients are to be clipped."""
         assert self._snapshot is not None
         self._clipping = clipping
@@ -168,7 +168,7 @@ class PostValidation:
         if total[0]:
             assert self._scaling is not None
             self._scaling.overflow.fill_(1)
-        if not self._is_right(total):
+        if not self._is_valid_step(total):
             self._clip(total)
             self._changes.record()
 
@@ -188,9 +188,9 @@ class PostValidation:
             assert self._snapshot is not None
             if self._sum is None:
                 self._start_sum()
-            self._snapshot.end_step()
+            self._snapshot.record_step_changes()
             scale = () if self._scaling is None else self._scaling.numbers
-            self.pending.add(self._validate, [*self._snapshot.changed(), *scale])
+            self.pending.add(self._validate, [*self._snapshot.changed_tensors(), *scale])
             self.is_open = True
         else:
             self._forget_step()
@@ -200,7 +200,7 @@ class PostValidation:
         """Wait for the sums of all ranks; take the step back and repeat it if it was wrong."""
         assert self._sum is not None
         numbers, total = self._sum.wait()
-        is_right = self._is_right(total)
+        is_right = self._is_valid_step(total)
         if not (is_right or self._is_validated):
             with torch.autocast(self._group.device.type, enabled=False):
                 self._correct(numbers, total)
@@ -211,7 +211,7 @@ class PostValidation:
         self._was_wrong = not is_right
         self._forget_step()
 
-    def _is_right(self, total: Tensor) -> bool:
+    def _is_valid_step(self, total: Tensor) -> bool:
         """Whether the step is neither clipped nor skipped."""
         if total[0] or self._clipping is None:
             return not total[0]
@@ -234,7 +234,7 @@ class PostValidation:
             self._snapshot.undo()
             self._scaling.lower()
 
-    def wait_for_final(self) -> bool:
+    def wait_for_validated_weights(self) -> bool:
         """Wait for the right weights; returns whether those since the step were others.
 
         All ranks call it, before they run what cannot be taken back.
@@ -262,7 +262,7 @@ class _Sum:
 
     def _start(self) -> Callable[[], Tensor]:
         self._numbers = self._read()
-        return self._group.start_adding(self._numbers.clone())
+        return self._group.start_host_sum(self._numbers.clone())
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return this rank's numbers, and the sums."""
@@ -272,7 +272,7 @@ class _Sum:
         return self._result
 
 
-def has_foreign_code(optimizer: Optimizer) -> bool:
+def runs_user_code(optimizer: Optimizer) -> bool:
     """Whether a step runs code that is not torch's: the user's optimizer, or hooks of a step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks

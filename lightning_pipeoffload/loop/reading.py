@@ -57,17 +57,17 @@ from lightning_pipeoffload.loop.data import (
 )
 from lightning_pipeoffload.loop.receiving import (
     MOST_AHEAD,
-    Batch,
+    BatchHeader,
     Inbox,
     Length,
     LoaderStart,
     ReceivingFetcher,
 )
-from lightning_pipeoffload.processes import say
-from lightning_pipeoffload.runtime import RandomnessReplay, are_alike, replaced
+from lightning_pipeoffload.processes import print_error_line
+from lightning_pipeoffload.runtime import RandomStateSnapshot, are_same_states, replaced
 from lightning_pipeoffload.runtime.comm import BatchChannel
 from lightning_pipeoffload.runtime.users_code import (
-    is_generator,
+    is_random_generator,
     set_generator_state,
     state_of_generator,
 )
@@ -77,7 +77,7 @@ _LONG_SECONDS = 60
 _numbers = itertools.count()  # of passes; an interrupted one may leave messages to a later entry
 
 
-class Reading:
+class BatchDistributor:
     """What one process reads, or receives, in one entry of the Trainer.
 
     Args:
@@ -177,12 +177,12 @@ class Reading:
         state, num_seen = self._resumed, count_seen(self._trainer)
         if not num_seen:  # Lightning may begin two passes, and read the second one
             if state is not None:
-                _set_states(state["now"], _places_of(loaders))
+                _set_generator_states(state["now"], _find_generator_attributes(loaders))
             return None
         self._resumes = False
         self._at_end.enter_context(silenced(".*dataloader is not resumable"))
         if state is not None:
-            _set_states(state["start"], _places_of(loaders))
+            _set_generator_states(state["start"], _find_generator_attributes(loaders))
             return _Resumed(num_seen, state["num_read"], state["ahead"], state["now"])
         rank_zero_info(
             f"the checkpoint is of an older version, without the states of random generators: "
@@ -199,7 +199,7 @@ class Reading:
         """Say once that this process waits for the reader, which is no failure; thread-safe."""
         is_long = self.channel.seconds_waited() > _LONG_SECONDS
         if is_long and not self._has_said:
-            say(
+            print_error_line(
                 f"global rank {self._trainer.global_rank} has waited for {_LONG_SECONDS} s for "
                 f"global rank {self.channel.reader}, which reads the data"
             )
@@ -255,7 +255,7 @@ class _ReadingFetcher(_DataFetcher):
     what it has drawn counts from its turn on.
     """
 
-    def __init__(self, reading: Reading, is_training: bool, predicts: bool) -> None:
+    def __init__(self, reading: BatchDistributor, is_training: bool, predicts: bool) -> None:
         super().__init__()
         self._reading, self._channel = reading, reading.channel
         self._is_training, self._predicts = is_training, predicts
@@ -263,39 +263,42 @@ class _ReadingFetcher(_DataFetcher):
         self._num_read = self._number = 0
         self._is_ahead = self._has_drawn = self._notes_draws = False
         self._start: dict[str, Any] = {}
-        self._places: list[_Place] = []  # of the loaders' generators
+        self._places: list[_GeneratorAttribute] = []  # of the loaders' generators
 
     @override
     def __iter__(self) -> Self:
         loaders = self.combined_loader.flattened
         self._ready.clear()
         self._number, self._num_read, self._is_ahead = next(_numbers), 0, False
-        places = _places_of(loaders)
-        before = _states(places)
+        places = _find_generator_attributes(loaders)
+        before = _generator_states(places)
         resumed = self._reading.resume(loaders) if self._is_training else None
-        self._start = _states(places)
+        self._start = _generator_states(places)
         super().__iter__()
-        self._places = _places_of(loaders)
+        self._places = _find_generator_attributes(loaders)
         self._notes_draws = self._channel.is_needed or (self._is_training and self.length is None)
         if resumed is not None:
-            self._go_on(resumed)
+            self._skip_seen_batches(resumed)
         if self.length is None and not self._ready:
             self._read()
         self.done = self.done or self._has_ended()
         if self._channel.is_needed:
-            self._has_drawn = not are_alike(before, _states(self._places))
-            self._channel.send(LoaderStart(self._number, self.length, self.done), self._drawn(None))
+            self._has_drawn = not are_same_states(before, _generator_states(self._places))
+            self._channel.send(
+                LoaderStart(self._number, self.length, self.done),
+                self._generator_states_to_send(None),
+            )
         return self
 
-    def _go_on(self, resumed: _Resumed) -> None:
+    def _skip_seen_batches(self, resumed: _Resumed) -> None:
         for number in range(resumed.num_read):
             if number == resumed.num_seen and resumed.ahead is not None:
-                _set_states(resumed.ahead, self._places)
+                _set_generator_states(resumed.ahead, self._places)
             self._read()
             if number < resumed.num_seen:
                 self._pop()
         if resumed.now is not None:
-            _set_states(resumed.now, self._places)
+            _set_generator_states(resumed.now, self._places)
 
     @override
     def __next__(self) -> Any:
@@ -320,7 +323,7 @@ class _ReadingFetcher(_DataFetcher):
     def _pop(self) -> _Read:
         read = self._ready.popleft()
         if read.after is not None:
-            _set_states(read.after, self._places)
+            _set_generator_states(read.after, self._places)
         if read.error is not None:
             raise read.error
         return read
@@ -343,17 +346,17 @@ class _ReadingFetcher(_DataFetcher):
 
     def _read(self) -> None:
         assert self.iterator is not None
-        is_ahead, now = self._is_ahead, self._states()
+        is_ahead, now = self._is_ahead, self._generator_states()
         before = next((read.after for read in reversed(self._ready) if read.after), now)
         if before is not now:
-            _set_states(before, self._places)
+            _set_generator_states(before, self._places)
         item = error = None
         self._start_profiler()
         try:
             item = next(self.iterator)
             self._num_read += 1
             if item[1] == 0:  # a loader's first batch: its sampler may make a generator then
-                self._places = _places_of(self.combined_loader.flattened)
+                self._places = _find_generator_attributes(self.combined_loader.flattened)
             self._reading.check(self.combined_loader, item, self._is_training)
         except StopIteration:
             pass
@@ -363,21 +366,21 @@ class _ReadingFetcher(_DataFetcher):
             item, error = None, raised  # raised at its turn, if that comes
         finally:
             self._stop_profiler()
-        after = self._states()
-        has_drawn = not are_alike(before, after)
+        after = self._generator_states()
+        has_drawn = not are_same_states(before, after)
         self._ready.append(_Read(item, error, before, after if is_ahead and has_drawn else None))
         if is_ahead:
             if has_drawn or before is not now:
-                _set_states(now, self._places)
+                _set_generator_states(now, self._places)
             return
         self._has_drawn = self._has_drawn or has_drawn
         if self._num_read == 1 and not has_drawn:
             loaders = self.combined_loader.flattened
-            self._is_ahead = self._channel.is_needed and all(map(_may_be_ahead, loaders))
+            self._is_ahead = self._channel.is_needed and all(map(_can_prefetch, loaders))
 
-    def _states(self) -> dict[str, Any]:
+    def _generator_states(self) -> dict[str, Any]:
         """Return the states of all generators, if another process or a checkpoint needs them."""
-        return _states(self._places) if self._notes_draws else {}
+        return _generator_states(self._places) if self._notes_draws else {}
 
     def _send(self, read: _Read) -> None:
         """Send what is handed out, and what was read ahead."""
@@ -393,16 +396,18 @@ class _ReadingFetcher(_DataFetcher):
             is_last = self._is_last(distance) if distance else self.done
             is_last = each.is_end or (is_last and each.error is None)
             is_followed = self._is_ahead and each.error is None and not is_last
-            header = Batch(self._number, place, indices, is_last, distance > 0, is_followed)
-            each.wait = self._channel.send(header, [*batches, *self._drawn(each.after)])
+            header = BatchHeader(self._number, place, indices, is_last, distance > 0, is_followed)
+            each.wait = self._channel.send(
+                header, [*batches, *self._generator_states_to_send(each.after)]
+            )
         if read.wait is not None:
             read.wait()
 
-    def _drawn(self, after: dict[str, Any] | None) -> list[dict[str, Any]]:
+    def _generator_states_to_send(self, after: dict[str, Any] | None) -> list[dict[str, Any]]:
         """Return the states of the global generators, where reading has drawn from them."""
         if self._has_drawn:
             self._has_drawn = False
-            return [vars(RandomnessReplay())]
+            return [vars(RandomStateSnapshot())]
         return [] if after is None else [after["global"]]
 
     def state(self) -> dict[str, Any]:
@@ -413,7 +418,7 @@ class _ReadingFetcher(_DataFetcher):
         states = {
             "start": self._start,
             "ahead": self._ready[0].before if self._ready else None,
-            "now": _states(self._places),
+            "now": _generator_states(self._places),
             "num_read": self._num_read,
         }
         plain: dict[str, Any] = tree_map(_without_array, states)
@@ -425,7 +430,7 @@ class _ReadingFetcher(_DataFetcher):
         self._ready.clear()
 
 
-def _may_be_ahead(loader: Any) -> bool:
+def _can_prefetch(loader: Any) -> bool:
     """Whether batches can be read before they are asked for: by workers, without a saved state."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
     return has_workers and not isinstance(loader, _Stateful)
@@ -438,41 +443,43 @@ def _indices_of(combined: CombinedLoader, loader: int, number: int) -> Any:
     return sampler.seen_batch_indices[number]
 
 
-class _Place(NamedTuple):
+class _GeneratorAttribute(NamedTuple):
     """An attribute that holds a random generator, and later maybe another one."""
 
     attributes: dict[str, Any]
     name: str
 
 
-def _places_of(loaders: list[Any]) -> list[_Place]:
+def _find_generator_attributes(loaders: list[Any]) -> list[_GeneratorAttribute]:
     """List the attributes of loaders and their samplers that hold random generators."""
-    places: list[_Place] = []
+    places: list[_GeneratorAttribute] = []
     for loader in loaders:
         batches = getattr(loader, "batch_sampler", None)
         samplers = (getattr(owner, "sampler", None) for owner in (loader, batches))
         for owner in (loader, batches, *samplers):
             held = getattr(owner, "__dict__", {})
-            places += [_Place(held, name) for name in held if is_generator(held[name])]
+            places += [
+                _GeneratorAttribute(held, name) for name in held if is_random_generator(held[name])
+            ]
     return places
 
 
-def _generators_at(places: list[_Place]) -> list[Any]:
+def _generators_at(places: list[_GeneratorAttribute]) -> list[Any]:
     held = (place.attributes.get(place.name) for place in places)
-    return [*{id(value): value for value in held if is_generator(value)}.values()]
+    return [*{id(value): value for value in held if is_random_generator(value)}.values()]
 
 
-def _states(places: list[_Place]) -> dict[str, Any]:
+def _generator_states(places: list[_GeneratorAttribute]) -> dict[str, Any]:
     """Return the states of the global generators, and of those of the loaders."""
     of_loaders = [*map(state_of_generator, _generators_at(places))] if places else []
-    return {"global": vars(RandomnessReplay()), "loaders": of_loaders}
+    return {"global": vars(RandomStateSnapshot()), "loaders": of_loaders}
 
 
 def _without_array(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _set_states(states: dict[str, Any], places: list[_Place]) -> None:
-    RandomnessReplay(states["global"]).restore()
+def _set_generator_states(states: dict[str, Any], places: list[_GeneratorAttribute]) -> None:
+    RandomStateSnapshot(states["global"]).restore()
     for generator, state in zip(_generators_at(places), states["loaders"], strict=False):
         set_generator_state(generator, state)

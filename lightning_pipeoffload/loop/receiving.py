@@ -22,12 +22,12 @@ from lightning.pytorch.utilities.combined_loader import (
 )
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.runtime import RandomnessReplay
-from lightning_pipeoffload.runtime.comm import BatchChannel, Received
+from lightning_pipeoffload.runtime import RandomStateSnapshot
+from lightning_pipeoffload.runtime.comm import BatchChannel, ReceivedValue
 
 MOST_AHEAD = 2  # one is on its way during a step; others take it without waiting for the reader
 
-Message = tuple[Any, list[Received]]  # a header, and what comes with it
+Message = tuple[Any, list[ReceivedValue]]  # a header, and what comes with it
 
 
 class Length(NamedTuple):
@@ -44,7 +44,7 @@ class LoaderStart(NamedTuple):
     is_done: bool
 
 
-class Batch(NamedTuple):
+class BatchHeader(NamedTuple):
     """What belongs to a batch.
 
     Attributes:
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 _PLACES = {
     Length: "the length of a loader",
     LoaderStart: "the start of a pass through its loaders",
-    Batch: "the next batch",
+    BatchHeader: "the next batch",
 }
 
 
@@ -94,7 +94,9 @@ class Inbox:
         """
         while True:
             header, values = self._channel.receive()
-            is_aside = isinstance(header, Batch) and header.is_ahead and header.number != number
+            is_aside = (
+                isinstance(header, BatchHeader) and header.is_ahead and header.number != number
+            )
             if isinstance(header, kind) and not is_aside:
                 return header, values
             coming = self._coming.get(header.number, deque()) if is_aside else None
@@ -164,7 +166,7 @@ class ReceivingFetcher(_DataFetcher):
         return batch, number, loader
 
     def _receive(self) -> None:
-        self._coming.append(self._inbox.receive(Batch, self._number))
+        self._coming.append(self._inbox.receive(BatchHeader, self._number))
 
     def _ends_here(self) -> bool:
         """Whether the next message is that the data have ended."""
@@ -177,10 +179,10 @@ class ReceivingFetcher(_DataFetcher):
         self._coming = deque()
 
 
-def _restore(states: list[Received]) -> None:
+def _restore(states: list[ReceivedValue]) -> None:
     """Restore the states of the generators that have come from the reader, if any."""
     for received in states:
-        RandomnessReplay(received.get()).restore()
+        RandomStateSnapshot(received.get()).restore()
 
 
 class _OfLength(_ModeIterator):

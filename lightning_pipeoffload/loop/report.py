@@ -14,23 +14,23 @@ from lightning_pipeoffload.optimizers import bytes_usable
 from lightning_pipeoffload.planning.balance import describe_cut
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import add_step_copies, describe_needs
+from lightning_pipeoffload.planning.memory_needs import add_snapshot_bytes, describe_needs
 from lightning_pipeoffload.planning.report import (
-    predict,
+    predict_figures,
     print_accumulation,
     print_choice,
     print_devices,
+    print_host_syncs,
     print_line,
     print_measurement,
     print_offload,
     print_prediction,
-    print_reads,
 )
 from lightning_pipeoffload.planning.run_plans import rank_limits
 from lightning_pipeoffload.runtime.batch import tokens_in
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.step import Microbatch
-from lightning_pipeoffload.schedule import Schedule, places_of
+from lightning_pipeoffload.schedule import Schedule, device_indices
 
 
 class Report:
@@ -62,7 +62,7 @@ class Report:
             raise RuntimeError("there is nothing to report before the first batch")
         plan = self._training.plan
         barrier = self._training.has_barrier()
-        report = predict(plan, self._pipeline, self._training.current.costs, barrier)
+        report = predict_figures(plan, self._pipeline, self._training.current.costs, barrier)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
         report["devices"] = self._devices(plan)
@@ -100,7 +100,7 @@ class Report:
     def _devices(self, plan: Schedule) -> list[dict[str, Any]]:
         """Return the device of each rank, in pipeline order."""
         devices, current = self._group.devices, self._training.current
-        of_places = current.settings.limits_on(plan.num_ranks, current.limits.devices)
+        of_places = current.settings.device_limits(plan.num_ranks, current.limits.devices)
         return [
             {
                 "device": place,
@@ -108,21 +108,23 @@ class Report:
                 "slowness": devices.slowness[place],
                 "memory_limit": None if of_places is None else of_places[place],
             }
-            for place in places_of(plan.placement)
+            for place in device_indices(plan.placement)
         ]
 
     def _memory(self, plan: Schedule) -> dict[str, list[int]] | None:
         needs, boundary = self._plans.needs, self._plans.boundary
         if needs is None:
             return None
-        memory = describe_needs(needs.of_ranks(plan))
+        memory = describe_needs(needs.needs_by_rank(plan))
         if boundary is not None and boundary.validation.is_on:
-            add_step_copies(memory, needs.copied(plan), bytes_usable(self._pipeline.device))
+            add_snapshot_bytes(
+                memory, needs.snapshot_bytes(plan), bytes_usable(self._pipeline.device)
+            )
         return memory
 
-    def print_start(self, num_accumulated: int) -> None:
+    def print_initial_plan(self, num_accumulated: int) -> None:
         """Print the plan, and how many batches accumulate for an optimizer step."""
-        if self._group.reports:
+        if self._group.is_global_zero:
             chosen = self._plans.chosen
             if chosen is not None and chosen.plan is not None:
                 print_choice(chosen.plan, chosen.is_measured)
@@ -132,20 +134,20 @@ class Report:
                 print_line(describe_cut(report, self._pipeline))
             print_devices(report)
             if self._pipeline.device.type != "cpu":
-                print_reads(report["device_reads"])
+                print_host_syncs(report["device_reads"])
             if num_accumulated > 1:
                 print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
 
-    def print_plan(self) -> None:
+    def print_measured_plan(self) -> None:
         """Print the plan that was made with measured costs, and its limit."""
-        if self._group.reports:
+        if self._group.is_global_zero:
             current = self._training.current
             limits = rank_limits(current.settings, current.limits, current.schedule.placement)
             print_offload(self.make(), None if limits is None else limits.limits)
 
     def print_end(self) -> None:
         """Gather the measurements of all ranks, and print them; all ranks call it."""
-        if self._measurements.end_training(self._training.may_copy) and self._group.reports:
+        if self._measurements.gather_final(self._training.may_copy) and self._group.is_global_zero:
             costs = self._measurements.costs_at_end
             assert costs is not None
             step = PlannedStep(self._training.plan, costs, self._training.has_barrier())

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
     Store,
 )
 
-from lightning_pipeoffload.processes import say
+from lightning_pipeoffload.processes import print_error_line
 from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 
@@ -51,7 +51,7 @@ class Requeue:
         """Record the signal; Python calls it as the handler."""
         if self._trainer.state.fn != TrainerFn.FITTING:
             if self._trainer.is_global_zero:
-                say(f"signal {signum} is ignored: only a fit is saved and requeued")
+                print_error_line(f"signal {signum} is ignored: only a fit is saved and requeued")
             return
         self._has_signal = True
         if len(self._steps) == 1:

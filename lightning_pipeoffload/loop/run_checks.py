@@ -98,7 +98,7 @@ def _warn_of_slow_bfloat16(trainer: Trainer) -> None:
 
 
 @contextmanager
-def explaining_optimizers() -> Iterator[None]:
+def refusing_several_optimizers() -> Iterator[None]:
     """Refuse several optimizers before Lightning advises manual optimization, refused as well."""
     try:
         yield
@@ -116,7 +116,7 @@ _SHARDING = {"parallelize_module", "distribute_module", "distribute_tensor", "fu
 
 
 @contextmanager
-def explaining_shards(num_tensor_ranks: int) -> Iterator[None]:
+def refusing_sharded_layers(num_tensor_ranks: int) -> Iterator[None]:
     """Refuse layers that ``configure_model`` shards, where that fails without a value or a mesh."""
     try:
         yield
@@ -144,7 +144,7 @@ def _check_of_fit(callback: Callback, module: LightningModule) -> None:
         )
 
 
-def refuse_readers_of_shards(trainer: Trainer) -> None:
+def refuse_hooks_reading_shards(trainer: Trainer) -> None:
     """Refuse hooks that would take a shard of a weight or a gradient for the whole of it.
 
     Before ``configure_model``, which some of these callbacks call by themselves.

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import print_gain
-from lightning_pipeoffload.planning.request import Machines
+from lightning_pipeoffload.planning.request import PlanLimits
 from lightning_pipeoffload.planning.run_plans import keeps_limits, rank_limits
-from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
+from lightning_pipeoffload.planning.training_plan import (
+    CurrentPlan,
+    TrainingPlan,
+    is_worth_changing,
+)
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
     Schedule,
     ScheduleError,
-    places_of,
+    device_indices,
 )
 from lightning_pipeoffload.schedule.solver import PlanProblem, PlanSolver, best_of_families
 
@@ -39,7 +43,7 @@ class SolverSearch:
         group: PipelineGroup,
         training: TrainingPlan,
         measurements: Measurements,
-        replace: Callable[[Current], None],
+        replace: Callable[[CurrentPlan], None],
     ) -> None:
         self._group, self._training, self._measurements = group, training, measurements
         self._replace = replace
@@ -57,33 +61,33 @@ class SolverSearch:
         self._problem = problem = PlanProblem(
             used.num_microbatches,
             used.placement,
-            costs if of_ranks is None else of_ranks.count(costs),
-            None if of_ranks is None else of_ranks.largest,
+            costs if of_ranks is None else of_ranks.scale_to_common_limit(costs),
+            None if of_ranks is None else of_ranks.common_limit,
             self._training.has_barrier(),
         )
         try:
-            start = self._start(problem)
+            start = self._find_start_plan(problem)
         except MemoryLimitError as error:
             assert of_ranks is not None
-            refused = of_ranks.true_error(error, costs, _name_rank(used, limits))
+            refused = of_ranks.error_of_tightest_rank(error, costs, _name_rank(used, limits))
             raise ScheduleError(refused.message(bytes_writer(settings.memory_limit))) from None
         self._use_schedule(start, costs, limits)
         if not settings.solver_seconds:
             return
         self._to_beat = problem.seconds(start)
-        if self._group.reports:
+        if self._group.is_global_zero:
             self._solver = PlanSolver(
                 problem, start, settings.solver_seconds, settings.cache_folder
             )
 
     def _use_schedule(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
         settings = self._training.current.settings
-        self._replace(Current(settings, schedule, costs, limits=limits))
+        self._replace(CurrentPlan(settings, schedule, costs, limits=limits))
 
-    def _start(self, problem: PlanProblem) -> Schedule:
+    def _find_start_plan(self, problem: PlanProblem) -> Schedule:
         """Return the families' best plan for a problem, found on one process for all."""
         found: Schedule | MemoryLimitError | None = None
-        if self._group.reports:
+        if self._group.is_global_zero:
             try:
                 found = best_of_families(problem)
             except MemoryLimitError as error:
@@ -97,7 +101,7 @@ class SolverSearch:
     @property
     def has_result(self) -> bool:
         """Whether the solver of this rank has a better plan for what was measured, or has ended."""
-        if self._solver is None or not self._measurements.are_enough:
+        if self._solver is None or not self._measurements.has_measured_plan:
             return False
         self._solver.poll()
         return self._better_plan is not None or self._solver.is_over
@@ -130,7 +134,7 @@ class SolverSearch:
         fits = keeps_limits(plan, costs, current.settings, current.limits)
         if not fits or not is_worth_changing(before, after):
             return False
-        if self._group.reports:
+        if self._group.is_global_zero:
             print_gain(before, after)
         return True
 
@@ -142,5 +146,5 @@ class SolverSearch:
 
 
 def _name_rank(schedule: Schedule, limits: MachineLimits) -> Callable[[int], str]:
-    machines, places = Machines(names=limits.names), places_of(schedule.placement)
+    machines, places = PlanLimits(names=limits.names), device_indices(schedule.placement)
     return lambda rank: f"rank {rank}, on {machines.name_of(places[rank])},"

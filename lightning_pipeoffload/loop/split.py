@@ -28,7 +28,7 @@ from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm import PipelineGroup, SavedBuffers
+from lightning_pipeoffload.runtime.comm import PersistentBuffers, PipelineGroup
 from lightning_pipeoffload.runtime.device import ActionTimer
 from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run import (
@@ -82,7 +82,7 @@ class Split:
         masters: MasterWeights | None,
         optimizers: Callable[[], list[Optimizer]],
     ) -> None:
-        if settings.is_chosen:  # a run before this one may have chosen another placement
+        if settings.chooses_schedule:  # a run before this one may have chosen another placement
             group.assign_stages(settings.provisional_schedule(group.num_ranks))
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
@@ -95,7 +95,7 @@ class Split:
             self.pipeline.stages,
             group.transport,
             ActionTimer(device),
-            ActivationMemory.on(
+            ActivationMemory.for_device(
                 device, settings.host_budget(num_local_ranks, group.num_ranks, group.device_place)
             ),
             group.replicas.pending if group.num_replicas > 1 else None,
@@ -103,13 +103,13 @@ class Split:
         self.parameters = OptimizedParameters(
             self.pipeline,
             optimizers,
-            settings.num_sharing(group.num_replicas),
+            settings.num_optimizer_shards(group.num_replicas),
             settings.per_parameter_optimizer,
             settings.optimizer_offload,
             masters,
         )
-        is_divided = settings.num_sharing(group.num_replicas) > 1
-        self.pipeline.gradients.divide(self.parameters.replica_of if is_divided else None)
+        is_divided = settings.num_optimizer_shards(group.num_replicas) > 1
+        self.pipeline.gradients.set_owners(self.parameters.updating_replica if is_divided else None)
         seconds = self.parameters.host_step_seconds
         self.whole_runs = WholeRuns(self.pipeline)
         self.measurements = Measurements(self.executor, self.pipeline, seconds, self.whole_runs)
@@ -149,7 +149,7 @@ class Split:
         """Narrow new optimizers to this rank's parameters."""
         self.parameters.narrow_steps()
         if self.state.is_split:  # by a fit before this one
-            self.parameters.forget_remote()
+            self.parameters.drop_remote_states()
 
     # The shares of microbatches in a batch
 
@@ -179,19 +179,19 @@ class Split:
 
     # From the first training batch to the end
 
-    def begin_training(self, first: Microbatch, num_accumulated: int) -> None:
+    def prepare_first_batch(self, first: Microbatch, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
         self.whole_runs.forget()
-        self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
+        self.group.replicas.broadcast_from_first(self.pipeline.tensors.distinct(), "weights")
         self.pipeline.gradients.copy_shared(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()
             of_stages = self.pipeline.stage_gradients
             replicas, owner_of = self.group.replicas, self.pipeline.gradients.owner_of
-            buffers = SavedBuffers(replicas, self.pipeline.tensors)
+            buffers = PersistentBuffers(replicas, self.pipeline.tensors)
             self.reduction = GradientReduction(replicas, parameters, of_stages, owner_of, buffers)
-        self.plans.begin()
-        self.report.print_start(num_accumulated)
+        self.plans.plan_first_step()
+        self.report.print_initial_plan(num_accumulated)
         compile_ahead(self.pipeline, first.record)
 
     def finish_reduction(self, reduction: GradientReduction) -> None:
@@ -207,6 +207,6 @@ class Split:
         self.pipeline.gradients.drop_remote()
         self.group.replicas.pending.forget()
         self.loss_weights.forget()
-        self.cutter.leave()
+        self.cutter.forget_loaders()
         self.whole_runs.forget()
         self.pipeline.detach()

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_pipeoffload.loop.backward import scaler_of
 from lightning_pipeoffload.loop.hooks import (
     has_forward_hooks,
-    share_gradient_sizes,
+    share_gradient_norms,
     users_hooks,
     without_forward_hooks,
     wrap_gradient_hooks,
@@ -28,15 +28,15 @@ from lightning_pipeoffload.loop.hooks import (
 from lightning_pipeoffload.loop.post_validation import (
     PostValidation,
     clips_by_norm,
-    has_foreign_code,
+    runs_user_code,
 )
 from lightning_pipeoffload.optimizers import (
     MasterWeights,
     OptimizerSnapshot,
-    has_snapshots,
     may_step_by_bucket,
+    supports_snapshot,
 )
-from lightning_pipeoffload.runtime.comm import WaitingMode
+from lightning_pipeoffload.runtime.comm import PendingParametersMode
 from lightning_pipeoffload.runtime.run import Pipeline, WaitForWeights
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.runtime.users_code import WrappedHook
@@ -86,15 +86,15 @@ class StepBoundary:
         self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
         self._gradient_hooks: list[WrappedHook] = []
         if group.num_ranks > 1 or self._gradients.owner_of is not None:
-            self._gradient_hooks = wrap_gradient_hooks(trainer, self._share_gradient_sizes)
+            self._gradient_hooks = wrap_gradient_hooks(trainer, self._share_gradient_norms)
         self._of_replicas = group.replicas.pending
-        self._mode = WaitingMode(self._of_replicas, self.validation.pending)
+        self._mode = PendingParametersMode(self._of_replicas, self.validation.pending)
         self._may_watch = self._is_watching = self._has_forward_hooks = False
 
-    def _share_gradient_sizes(self) -> None:
+    def _share_gradient_norms(self) -> None:
         """Exchange gradients' sizes before each hook that may read them; all ranks call it."""
         if self._pipeline.is_split:
-            share_gradient_sizes(self._pipeline)
+            share_gradient_norms(self._pipeline)
 
     def has_barrier(self) -> bool:
         """Whether all ranks wait for each other between two steps."""
@@ -106,7 +106,7 @@ class StepBoundary:
         Args:
             may_take_back: Whether ``optimizer_sync="post_validation"`` was asked for.
         """
-        self._of_replicas.allow_waiting(_may_send_late(self._trainer))
+        self._of_replicas.allow_deferral(_may_defer_broadcasts(self._trainer))
         self.may_step_early = _may_step_early(self._trainer, self._gradient_hooks)
         if may_take_back and self._group.num_ranks > 1:
             self._start_validation()
@@ -114,7 +114,7 @@ class StepBoundary:
         self._may_watch = self._group.num_replicas > 1 or self.validation.is_on
 
     def _start_validation(self) -> None:
-        may_start = _may_step_ahead(self._trainer, self._group.reports)
+        may_start = _may_step_before_validation(self._trainer, self._group.is_global_zero)
         if self._group.world.agree(may_start, unanimous=True):
             optimizer, gradients = self._trainer.optimizers[0], self._gradients
             snapshot = OptimizerSnapshot(optimizer, self._masters, gradients.owns)
@@ -122,7 +122,7 @@ class StepBoundary:
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
-    def start_ahead(
+    def start_before_validation(
         self, microbatches: Sequence[Microbatch]
     ) -> tuple[ExitStack, WaitForWeights | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.
@@ -138,13 +138,13 @@ class StepBoundary:
             return muted, None
         is_final = any(each.record.writes.cannot_run_again for each in microbatches)
         if is_final or self._has_forward_hooks:
-            validation.wait_for_final()
+            validation.wait_for_validated_weights()
         elif not has_forward_hooks(self._module):
-            return muted, validation.wait_for_final
-        elif validation.wait_for_final():
+            return muted, validation.wait_for_validated_weights
+        elif validation.wait_for_validated_weights():
             # Other ranks may have no hooks, and send what they take back.
             muted.enter_context(without_forward_hooks(self._module))
-            return muted, partial(_begin_again, muted)
+            return muted, partial(_restore_hooks_and_rerun, muted)
         return muted, None
 
     @contextmanager
@@ -173,10 +173,10 @@ class StepBoundary:
         self._of_replicas.wait()
         self.validation.pending.wait()
 
-    def wait_on_all_ranks(self) -> None:
+    def wait_for_final_weights(self) -> None:
         """Wait for all weights, where all ranks do."""
         self.wait_for_parameters()
-        self.validation.wait_for_final()
+        self.validation.wait_for_validated_weights()
 
     def leave(self) -> None:
         """Leave the trainer, after an error too."""
@@ -185,15 +185,15 @@ class StepBoundary:
         self.validation.forget()
 
 
-def _begin_again(muted: ExitStack) -> bool:
+def _restore_hooks_and_rerun(muted: ExitStack) -> bool:
     muted.close()
     return True
 
 
-def _may_send_late(trainer: Trainer) -> bool:
+def _may_defer_broadcasts(trainer: Trainer) -> bool:
     """Whether no code of the user's runs from a step to the next batch, while weights come."""
     return not (
-        users_hooks(trainer, _HOOKS_BETWEEN) or any(map(has_foreign_code, trainer.optimizers))
+        users_hooks(trainer, _HOOKS_BETWEEN) or any(map(runs_user_code, trainer.optimizers))
     )
 
 
@@ -229,7 +229,7 @@ def _needs_all_gradients(trainer: Trainer) -> bool:
     return clips_by_norm(trainer)
 
 
-def _may_step_ahead(trainer: Trainer, reports: bool) -> bool:
+def _may_step_before_validation(trainer: Trainer, reports: bool) -> bool:
     """Whether steps that depend on all stages' gradients can be taken back; logs why not."""
     if not _needs_all_gradients(trainer):
         return False
@@ -242,9 +242,9 @@ def _may_step_ahead(trainer: Trainer, reports: bool) -> bool:
 def _obstacle(trainer: Trainer) -> str:
     (optimizer,) = trainer.optimizers
     name = type(optimizer).__name__
-    if not has_snapshots(optimizer):
+    if not supports_snapshot(optimizer):
         return f"{name} is not one of torch's, and may change more than weights and its state"
-    if has_foreign_code(optimizer):
+    if runs_user_code(optimizer):
         return f"hooks run at the steps of {name}"
     if is_overridden("configure_gradient_clipping", trainer.lightning_module):
         return "configure_gradient_clipping() may look at what it has clipped"

@@ -22,7 +22,7 @@ from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture, ignore_log
 from lightning_pipeoffload.runtime import NOTHING, combine_contexts, map_output, mix_seed
 from lightning_pipeoffload.runtime.batch import merge_outputs
-from lightning_pipeoffload.runtime.shapes import whole_value
+from lightning_pipeoffload.runtime.shapes import unwrap_replicated
 from lightning_pipeoffload.runtime.users_code import StepCall, UsersStep
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -108,9 +108,9 @@ class StepCalls:
             with around:
                 result = plain(part, *rest, **kwargs)
                 if type(result) is not Tensor:  # as most steps return
-                    result = self._capture.metrics.own_values(result)
+                    result = self._capture.metrics.resolve_metric_values(result)
             if self._module.device_mesh is not None:
-                result = map_output(whole_value, result)
+                result = map_output(unwrap_replicated, result)
             if self._stop is not None and not call.is_trace:
                 self._stop.end_step()
             return result

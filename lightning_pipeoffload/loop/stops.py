@@ -36,17 +36,17 @@ class JointStop:
         self.wants_stop()  # of the same batch, if an optimizer evaluates it again
         self._num_steps = num_microbatches if self._is_root else 0
         if not self._is_root:
-            self._exchange.start_from_root()
+            self._exchange.start_root_broadcast()
 
     def end_step(self) -> None:
         """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
         if self._num_steps == 0:
-            self._exchange.start_from_root(self._wants or self._trainer.should_stop)
+            self._exchange.start_root_broadcast(self._wants or self._trainer.should_stop)
 
     def wants_stop(self) -> bool:
         """Whether this rank wants to stop, or the last stage's step did."""
-        if self._exchange.from_root():
+        if self._exchange.receive_root_broadcast():
             self._wants = True
         return self._wants or self._trainer.should_stop
 
@@ -72,7 +72,7 @@ class JointStop:
         self._wants = self._any_stopped = False
 
 
-class Clocks:
+class RankZeroClocks:
     """Saves and validates by global rank 0's clock, a batch after it is due.
 
     Lightning's ``ModelCheckpoint(train_time_interval=...)`` makes all ranks wait for global rank 0
@@ -108,7 +108,7 @@ class Clocks:
         """Answer the broadcast in a callback's hook without the other ranks."""
 
         def run(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._trainer.strategy.answering(answer):
+            with self._trainer.strategy.intercepting_broadcast(answer):
                 return plain(*args, **kwargs)
 
         self._wrapped.append(WrappedHook(callback, "on_train_batch_end", run))

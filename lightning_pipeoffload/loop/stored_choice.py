@@ -26,7 +26,7 @@ from lightning_pipeoffload.runtime.cut import StepRecord
 from lightning_pipeoffload.runtime.device import Device
 from lightning_pipeoffload.runtime.measure import ActionOverhead
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.schedule import Costs, Option, PlanCache, store_text
+from lightning_pipeoffload.schedule import Costs, PlanCache, PlanOption, write_and_prune
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StoredChoice:
         slowness: How much slower some devices are; see :class:`.Devices`.
     """
 
-    option: Option
+    option: PlanOption
     work: str
     costs: Costs
     overhead: ActionOverhead
@@ -62,7 +62,7 @@ class StoredChoice:
     @classmethod
     def read(cls, text: str) -> StoredChoice:
         values = json.loads(text)
-        option, costs = Option(**values.pop("option")), Costs(**values.pop("costs"))
+        option, costs = PlanOption(**values.pop("option")), Costs(**values.pop("costs"))
         return cls(option=option, costs=costs, **values)
 
 
@@ -95,7 +95,7 @@ class ChoiceStore:
 
     def find(self) -> StoredChoice | None:
         """Return the choice; None if there is none."""
-        return self._group.world.broadcast(self._read() if self._group.reports else None, 0)
+        return self._group.world.broadcast(self._read() if self._group.is_global_zero else None, 0)
 
     def _read(self) -> StoredChoice | None:
         try:
@@ -108,8 +108,8 @@ class ChoiceStore:
 
     def store(self, choice: StoredChoice) -> None:
         """Keep a choice for another start."""
-        if self._group.reports:
-            store_text(self.path, json.dumps(asdict(choice)), "choice-*.json")
+        if self._group.is_global_zero:
+            write_and_prune(self.path, json.dumps(asdict(choice)), "choice-*.json")
 
 
 def digest_work(blocks: str, record: StepRecord) -> str:

@@ -30,7 +30,7 @@ _HISTOGRAMS = {"add_histogram", "Histogram"}
 _OURS = tuple(f"{name}." for name in (*PACKAGES, "lightning_pipeoffload"))
 
 
-def check_weight_readers(trainer: Trainer) -> None:
+def check_hooks_reading_weights(trainer: Trainer) -> None:
     """Look at the hooks between training steps of the module and its callbacks.
 
     Raises:
@@ -41,7 +41,7 @@ def check_weight_readers(trainer: Trainer) -> None:
         for hook in _HOOKS:
             names = _names_in(owner, hook)
             where = f"{type(owner).__name__}.{hook}"
-            for attribute in _averages(owner, names, module):
+            for attribute in _find_averaged_weights(owner, names, module):
                 raise ValueError(
                     f"{where} averages all weights into {attribute}, and a rank has those of its "
                     f"stages only; use Lightning's callback EMAWeightAveraging(), or start from "
@@ -81,7 +81,7 @@ def _names_in_code(code: CodeType) -> Iterator[str]:
             yield from _names_in_code(constant)
 
 
-def _averages(owner: Any, names: set[str], module: nn.Module) -> Iterator[str]:
+def _find_averaged_weights(owner: Any, names: set[str], module: nn.Module) -> Iterator[str]:
     shapes = [[p.shape for p in module.parameters() if p.requires_grad or not trained]
               for trained in (False, True)]  # fmt: skip
     attributes = {**vars(owner), **vars(owner).get("_modules", {})}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch import in_mean
+from lightning_pipeoffload.runtime.batch import weighted_or_zero
 
 
 class NotJoinedError(Exception):
@@ -94,7 +94,7 @@ class ArgumentJoiner:
             return values[0]
         if all(value == values[0] for value in values):
             return values[0]
-        return sum(map(in_mean, values, self._shares)) / sum(self._shares)
+        return sum(map(weighted_or_zero, values, self._shares)) / sum(self._shares)
 
     def _join_tensors(self, values: Sequence[Tensor]) -> Tensor:
         first, others = values[0], values[1:]
@@ -117,7 +117,7 @@ class ArgumentJoiner:
             return torch.stack([*values]).sum()
         precise = torch.promote_types(dtype, torch.float32)
         parts = [value.to(precise) for value in values]
-        mean: Tensor = sum(map(in_mean, parts, self._shares)) / sum(self._shares)
+        mean: Tensor = sum(map(weighted_or_zero, parts, self._shares)) / sum(self._shares)
         return mean.to(precise)
 
 

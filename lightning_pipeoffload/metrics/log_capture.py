@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_pipeoffload.metrics.metric_calls import MetricCalls, batch_value
 from lightning_pipeoffload.metrics.metric_value import MetricValue, is_expression
-from lightning_pipeoffload.runtime.batch import in_mean
-from lightning_pipeoffload.runtime.shapes import whole_value
+from lightning_pipeoffload.runtime.batch import weighted_or_zero
+from lightning_pipeoffload.runtime.shapes import unwrap_replicated
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 
@@ -150,7 +150,7 @@ def _detach(value: Any) -> Any:
         return value.detach()
     if isinstance(value, MetricValue):
         return value.microbatch_value().detach() if value.expression is None else value.expression
-    return whole_value(value).detach() if isinstance(value, Tensor) else value
+    return unwrap_replicated(value).detach() if isinstance(value, Tensor) else value
 
 
 def _over_batch(values: list[Any]) -> list[Any]:
@@ -178,7 +178,7 @@ def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) ->
         return stacked[0]
     # Mean; any other reduction Lightning refuses. By numbers: a tensor of them would have to go to
     # the accelerator, which the host waits for.
-    products = [*map(in_mean, stacked.unbind(), weights)]
+    products = [*map(weighted_or_zero, stacked.unbind(), weights)]
     return (torch.stack(products).sum() / sum(weights)).to(stacked.dtype)
 
 

@@ -8,8 +8,9 @@ microbatches are there::
     microbatch 1    self.auroc(logits, y)    recorded
     batch           self.auroc(both logits, both y), once; then self.log gets its value
 
-Metrics that are exact for each microbatch and may get large tensors (see :func:`is_exact_apart`)
-are updated with each instead, and a copy of them too, which has the batch's value.
+Metrics that are exact for each microbatch and may get large tensors (see
+:func:`is_exact_per_microbatch`) are updated with each instead, and a copy of them too, which has
+the batch's value.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from lightning_pipeoffload.metrics.metric_value import (
     MetricValue,
     is_expression,
     make_metric_values,
-    own_values,
+    resolve_metric_values,
 )
 from lightning_pipeoffload.runtime.shapes import ValueNeededError
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ _EXACT_APART = {
 }
 
 
-def is_exact_apart(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_exact_per_microbatch(
+    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Return whether updating a metric with each microbatch is the same as with the batch.
 
     Args:
@@ -87,7 +90,7 @@ def is_exact_apart(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """
     if isinstance(target, MetricCollection):
         members = target.values(copy_state=False)
-        return all(is_exact_apart(member, args, kwargs) for member in members)
+        return all(is_exact_per_microbatch(member, args, kwargs) for member in members)
     if isinstance(target, BaseAggregator):
         values = [*args, *kwargs.values()]
         has_weight = len(values) > 1
@@ -180,17 +183,17 @@ class MetricCalls:
             value = reference()
             if value is not None and value.expression is not None:
                 self._record_result(value)
-                value.make_final()
+                value.resolve_expression()
         for call in self._of_microbatch:
             call.parts[-1].given = call.parts[-1].own = None
         self._of_microbatch.clear()
         self._copies.clear()
 
-    def own_values(self, result: Any) -> Any:
+    def resolve_metric_values(self, result: Any) -> Any:
         """Return what a step returns, with the microbatch's own values of metrics."""
         if not any(isinstance(leaf, MetricValue) for leaf in tree_leaves(result)):
             return result
-        return own_values(result)
+        return resolve_metric_values(result)
 
     def _find_targets(self) -> list[nn.Module]:
         attributes = vars(self._module)
@@ -226,9 +229,9 @@ class MetricCalls:
         if method == "reset" and is_first:
             if not call.is_made:
                 call.is_made = True
-                self._within_metric_code(plain)
-        elif not self._update_apart(call, plain, args, kwargs):
-            part.operands = tree_map(self._keep, (args, kwargs))
+                self._call_unrecorded(plain)
+        elif not self._update_per_microbatch(call, plain, args, kwargs):
+            part.operands = tree_map(self._copy_argument, (args, kwargs))
         if method in ("forward", "compute"):
             return self._make_deferred_results(call, part)
         return None
@@ -241,7 +244,7 @@ class MetricCalls:
             self._calls[key] = _Call(target, method)
         return self._calls[key]
 
-    def _update_apart(
+    def _update_per_microbatch(
         self, call: _Call, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Update a metric with this microbatch now, if that is exact; return whether it is."""
@@ -252,14 +255,14 @@ class MetricCalls:
             resets = any(other.method == "reset" and not other.is_made for other in others)
             is_kept = len(call.parts) > 1 or resets
             has_values = any(isinstance(leaf, MetricValue) for leaf in tree_leaves((args, kwargs)))
-            if is_kept or has_values or not is_exact_apart(call.target, args, kwargs):
+            if is_kept or has_values or not is_exact_per_microbatch(call.target, args, kwargs):
                 return False
             number = sum(other.copy is not None for other in others)
             call.copy = self._reset_copy(call.target, number + 1)
-        self._within_metric_code(partial(_update_both, call, args, kwargs))
+        self._call_unrecorded(partial(_update_both, call, args, kwargs))
         return True
 
-    def _keep(self, leaf: Any) -> Any:
+    def _copy_argument(self, leaf: Any) -> Any:
         """Return a copy of a tensor without its graph, or the expression of a metric's value."""
         if isinstance(leaf, MetricValue):
             leaf = leaf.microbatch_value() if leaf.expression is None else leaf.expression
@@ -283,13 +286,13 @@ class MetricCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call a metric without values; what it refuses for so few samples is seen later."""
-        if method in ("forward", "update") and not is_exact_apart(target, args, kwargs):
+        if method in ("forward", "update") and not is_exact_per_microbatch(target, args, kwargs):
             tensors = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             self.traced_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         if id(target) in self._unregistered:  # of which the trace puts no state back
             plain = getattr(_copied(target), method)
         try:
-            return self._within_metric_code(partial(plain, *args, **kwargs))
+            return self._call_unrecorded(partial(plain, *args, **kwargs))
         except (Exception, ValueNeededError) as error:
             if method not in ("forward", "compute"):
                 if isinstance(error, ValueNeededError):
@@ -297,9 +300,11 @@ class MetricCalls:
                 raise
             call, part = _Call(target, method), _MicrobatchCall(0, None, (args, kwargs))
             like = torch.zeros(())
-            return make_metric_values(like, partial(Entry, call, part), self._own, self._created)
+            return make_metric_values(
+                like, partial(Entry, call, part), self._microbatch_result, self._created
+            )
 
-    def _within_metric_code(self, function: Callable[[], Any]) -> Any:
+    def _call_unrecorded(self, function: Callable[[], Any]) -> Any:
         before, self._makes = self._makes, True
         try:
             return function()
@@ -314,26 +319,33 @@ class MetricCalls:
             try:
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
-                    like = self._within_metric_code(
-                        partial(self._compute_own, call, part, syncs=False)
+                    like = self._call_unrecorded(
+                        partial(self._compute_microbatch_result, call, part, syncs=False)
                     )
                     self._result_templates[key] = like
             except Exception:  # R2Score of one sample
                 self._result_templates[key] = torch.zeros(())
         return make_metric_values(
-            self._result_templates[key], partial(Entry, call, part), self._own, self._created
+            self._result_templates[key],
+            partial(Entry, call, part),
+            self._microbatch_result,
+            self._created,
         )
 
-    def _own(self, entry: Entry) -> Any:
+    def _microbatch_result(self, entry: Entry) -> Any:
         call, part = entry.call, entry.part
         self._record_use(call)
         if part.own is None:
-            part.own = _entries(self._within_metric_code(partial(self._compute_own, call, part)))
+            part.own = _entries(
+                self._call_unrecorded(partial(self._compute_microbatch_result, call, part))
+            )
         return part.own[entry.path]
 
-    def _compute_own(self, call: _Call, part: _MicrobatchCall, syncs: bool = True) -> Any:
+    def _compute_microbatch_result(
+        self, call: _Call, part: _MicrobatchCall, syncs: bool = True
+    ) -> Any:
         assert part.given is not None
-        args, kwargs = own_values(part.given)
+        args, kwargs = resolve_metric_values(part.given)
         if call.method == "forward" and _has_plain_forward(call.target) and syncs:
             return self._reset_copy(call.target, 0).forward(*args, **kwargs)
         copy = _copied(call.target)
@@ -348,7 +360,7 @@ class MetricCalls:
         return getattr(copy, call.method)(*args, **kwargs)
 
     def _resolve_own(self, leaf: Any) -> Any:
-        return leaf.value(self._own) if is_expression(leaf) else leaf
+        return leaf.value(self._microbatch_result) if is_expression(leaf) else leaf
 
     def _reset_copy(self, target: nn.Module, number: int) -> Any:
         """Return a copy of a metric with nothing in it; those of unlike numbers differ."""
@@ -371,7 +383,7 @@ class MetricCalls:
     def _record_use(self, call: _Call) -> None:
         if id(call.target) not in self._noted and not self._is_trace:
             self._noted.add(id(call.target))
-            log.info(_OWN_VALUE, type(call.target).__name__, in_brackets(calling_line()))
+            log.info(_OWN_VALUE, type(call.target).__name__, in_brackets(running_user_line()))
 
     # For the batch
 
@@ -400,7 +412,7 @@ class MetricCalls:
             try:
                 args, kwargs = self._join(call, sizes, shares)
             except NotJoinedError:
-                result = self._make_apart(call)
+                result = self._make_per_microbatch(call)
             else:
                 result = getattr(call.target, call.method)(*args, **kwargs)
         if call.method in ("forward", "compute"):
@@ -428,7 +440,7 @@ class MetricCalls:
         first, second = [None if origin is None else origin() for origin in origins]
         return first is not None and first is second
 
-    def _make_apart(self, call: _Call) -> Any:
+    def _make_per_microbatch(self, call: _Call) -> Any:
         call.copy = self._reset_copy(call.target, -1)
         for part in call.parts:
             assert part.operands is not None
@@ -438,10 +450,10 @@ class MetricCalls:
 
 def batch_value(value: Any) -> Any:
     """Return what an expression gives for the batch; any other value is returned as it is."""
-    return value.value(_over_batch) if is_expression(value) else value
+    return value.value(_batch_result) if is_expression(value) else value
 
 
-def _over_batch(entry: Entry) -> Any:
+def _batch_result(entry: Entry) -> Any:
     result = entry.call.result
     if entry.path not in result:
         raise RuntimeError(

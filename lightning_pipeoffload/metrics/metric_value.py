@@ -119,7 +119,7 @@ class MetricValue(Tensor):
             self._own = self.expression.value(self._own_source)
         return self._own
 
-    def make_final(self) -> None:
+    def resolve_expression(self) -> None:
         """Compute the microbatch's own value, and drop the expression."""
         self.microbatch_value()
         self.expression = None
@@ -141,7 +141,7 @@ class MetricValue(Tensor):
             args, kwargs = tree_map(_own_of, operands)
             result = func(*args, **kwargs)
             if writes and isinstance(tensors[0], MetricValue):
-                tensors[0].make_final()
+                tensors[0].resolve_expression()
             return result
 
 
@@ -200,6 +200,6 @@ def make_metric_values(
         return tree_map_with_path(make, like)
 
 
-def own_values(tree: Any) -> Any:
+def resolve_metric_values(tree: Any) -> Any:
     """Replace each :class:`MetricValue` in a step's result by the microbatch's own value."""
     return tree_map(_own_of, tree)

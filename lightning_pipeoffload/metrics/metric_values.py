@@ -16,7 +16,7 @@ _PLAIN = Metric.sync
 _PLAIN_SETUP = Strategy.setup_environment
 
 
-class MetricGroups:
+class ReplicaMetricSync:
     """Makes all metrics of a process gather over the replicas until another run begins.
 
     Within a pipeline nothing is gathered: what steps have written is sent at an epoch's end. The
@@ -39,7 +39,7 @@ class MetricGroups:
                 _PLAIN(metric, dist_sync_fn or self._gather, *args, **kwargs)
 
         Metric.sync = sync  # type: ignore[method-assign, assignment]
-        Strategy.setup_environment = _start_run  # type: ignore[method-assign]
+        Strategy.setup_environment = _restore_metric_sync  # type: ignore[method-assign]
 
     def _gather(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
         if self._is_local_only(state):
@@ -52,7 +52,7 @@ class MetricGroups:
         self._is_local_only = lambda state: False
 
 
-def _start_run(self: Strategy) -> None:
+def _restore_metric_sync(self: Strategy) -> None:
     """Make metrics gather as torchmetrics does, unless this run's strategy changes that again."""
     Metric.sync = _PLAIN  # type: ignore[method-assign]
     Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ Numbers = dict[str, dict[str, Any]]
 Figures = dict[str, float]
 
 
-class Fetch:
+class PendingNumbers:
     """Numbers as they are now, on their way to the host.
 
     Args:
@@ -95,7 +95,7 @@ class Publisher:
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, key: str, fetch: Fetch, **remarks: Any) -> None:
+    def publish(self, key: str, fetch: PendingNumbers, **remarks: Any) -> None:
         """Set ``key``, which is new in the store, to a JSON object of numbers.
 
         Args:
@@ -197,7 +197,9 @@ class RankFigures:
             step: The step, larger than those before.
             figures: Numbers, or tensors of one element, by name.
         """
-        self._publisher.publish(self._key(step, self._global_rank), Fetch({_KIND: figures}))
+        self._publisher.publish(
+            self._key(step, self._global_rank), PendingNumbers({_KIND: figures})
+        )
         if self._global_rank == 0:
             self._expected.append(step)
 

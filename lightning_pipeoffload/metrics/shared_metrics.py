@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from typing_extensions import override
 
-from lightning_pipeoffload.metrics.publisher import Fetch, Publisher
+from lightning_pipeoffload.metrics.publisher import PendingNumbers, Publisher
 from lightning_pipeoffload.runtime import late_values, replaced
 from lightning_pipeoffload.runtime.comm import RankMesh
 
@@ -79,7 +79,7 @@ class SharedMetricsConnector(_LoggerConnector):
     _roots: _Published | None = None
     _decisive: _Published | None = None
     _version = 0
-    _shown: Fetch | None = None
+    _shown: PendingNumbers | None = None
 
     @classmethod
     def from_plain(
@@ -138,9 +138,9 @@ class SharedMetricsConnector(_LoggerConnector):
             mine = self._update_all()
             self._publish({**mine, "returned": returned or {}, "outputs": outputs or {}})
 
-    def _publish(self, now: dict[str, _Metrics]) -> Fetch:
+    def _publish(self, now: dict[str, _Metrics]) -> PendingNumbers:
         assert self._publisher is not None
-        fetch = Fetch(now)
+        fetch = PendingNumbers(now)
         key = _key(self._pipeline, self._version)
         self._publisher.publish(key, fetch, dtypes=_dtypes(now))
         return fetch
@@ -170,7 +170,9 @@ class SharedMetricsConnector(_LoggerConnector):
     def on_batch_end(self) -> None:
         super().on_batch_end()  # which updates them
         self._version += 1
-        self._shown = Fetch(self._own()) if self._publisher is None else self._publish(self._own())
+        self._shown = (
+            PendingNumbers(self._own()) if self._publisher is None else self._publish(self._own())
+        )
 
     @override
     def epoch_end_reached(self) -> None:
@@ -228,7 +230,7 @@ class SharedMetricsConnector(_LoggerConnector):
         # Private: None outside of batches, such as at the end of an epoch.
         is_in_epoch = self._first_loop_iter is not None
         if not is_in_epoch:
-            return Fetch({"pbar": metrics})()["pbar"]
+            return PendingNumbers({"pbar": metrics})()["pbar"]
         return {} if self._shown is None else dict(self._shown()["pbar"])
 
     def _read(self, kind: str) -> _Metrics:

@@ -55,7 +55,7 @@ class OnDemandHooks:
         finally:
             self._is_on_demand = before
 
-    def record_gradients(self) -> None:
+    def record_reached_parameters(self) -> None:
         """Start to record the parameters that get a gradient; all ranks call it."""
         for index, group in enumerate(self._groups):
             group.module.unshard()

@@ -71,7 +71,7 @@ class MinibatchTraining(BackwardHooks):
         """
         part = self._part_of(batch)
         self._run.reshard()  # a hook may have run a forward
-        self._zero()  # before gradients are dropped, which its hook may read
+        self._run_zero_grad()  # before gradients are dropped, which its hook may read
         self._run.open(self.adds_up)
         with self._run.on_demand():
             output, total = self._run_microbatches(part, arguments)
@@ -83,23 +83,23 @@ class MinibatchTraining(BackwardHooks):
         total: Any = 0.0
         for number, (microbatch, weight) in enumerate(zip(part, part.weights, strict=True)):
             self.microbatch = number
-            with _naming_shards():
+            with _explaining_shard_use():
                 output = self._call_step(microbatch, arguments)
                 loss = _loss_of(output)
                 if number == 0:
-                    self._begin(loss)
+                    self._run_pre_backward(loss)
                 if loss is not None:
                     total = total + weight * loss.detach()
                     self.differentiate(loss * (weight / self._num_batches))
         self.microbatch = None
         if not part:
-            self._begin(None)
+            self._run_pre_backward(None)
         return output, total
 
     def _call_step(self, microbatch: Any, arguments: Sequence[Any]) -> Any:
         with MicrobatchCapture(self._logs, keep=True), self._precision.train_step_context():
             output = self._module.training_step(microbatch, *arguments)
-            return self._logs.metrics.own_values(output)
+            return self._logs.metrics.resolve_metric_values(output)
 
     @property
     def _num_batches(self) -> int:
@@ -173,7 +173,7 @@ def _refuse_several(batch: Any) -> None:
 
 
 @contextmanager
-def _naming_shards() -> Iterator[None]:
+def _explaining_shard_use() -> Iterator[None]:
     """Explain torch's error about a step that uses a block's parameter while it is sharded."""
     try:
         yield

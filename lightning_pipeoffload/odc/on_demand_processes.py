@@ -51,7 +51,7 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
 
     def _make_groups(self, size: int) -> None:
         """Connect all ranks, and those that share parameters: the same ranks on one machine."""
-        groups = ProcessGroups.of(
+        groups = ProcessGroups.for_layout(
             GroupLayout(
                 self.world_size // size,
                 size,
@@ -63,7 +63,7 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
             )
         )
         self._shard_ranks = _host_group(groups, range(self.world_size))
-        self.processes.join(self._shard_ranks)
+        self.processes.set_groups(self._shard_ranks)
         ProcessGroups.abort_ended()
         if size == self.world_size:
             return
@@ -89,14 +89,14 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        self._refuse_alone("reduce")
+        self._refuse_lone_collective("reduce")
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        self._refuse_alone("all_gather")
+        self._refuse_lone_collective("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
 

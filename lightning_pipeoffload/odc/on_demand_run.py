@@ -123,8 +123,8 @@ class OnDemandRun:
         self._is_alone = self._groups[0].num_ranks == 1
         self._transport = self._make_transport(self._groups)
         self._hooks = OnDemandHooks(self._groups, self._transport)
-        self._hooks.record_gradients()
-        self._buffers = StepBuffers(self._module, self._device)
+        self._hooks.record_reached_parameters()
+        self._buffers = BufferSync(self._module, self._device)
 
     def _start_sums(self) -> None:
         if not all(group.is_up_to_date for group in self._groups):
@@ -186,7 +186,7 @@ def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
     )
 
 
-class StepBuffers:
+class BufferSync:
     """Synchronizes buffers that steps change, after each minibatch.
 
     For example, the running statistics of a BatchNorm depend on a rank's texts. All ranks get the

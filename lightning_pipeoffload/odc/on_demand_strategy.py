@@ -25,32 +25,32 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints import (
-    WholeCheckpoints,
-    present,
+    AtomicCheckpoints,
+    existing_path,
     refuse_remote_folder,
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.loop import (
     BackwardInStep,
     count_seen,
-    explaining_optimizers,
     group_sampler_of,
-    leave_group_samplers,
-    leave_out_seen,
-    stop_without_waiting,
+    keep_group_samplers,
+    patch_sigterm_handling,
+    refusing_several_optimizers,
+    skip_seen_batches,
 )
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun, check_run
 from lightning_pipeoffload.odc.sharding import (
     ShardedGroup,
-    as_if_whole,
+    gather_full_state,
     is_sharded,
-    load_whole_state,
+    load_full_state,
+    matching_unsharded_steps,
     refuse_optimizers,
     shard,
     share_initial_values,
-    whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
 from lightning_pipeoffload.runtime import replaced
@@ -61,7 +61,7 @@ from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 _SIZE_KEY = "on_demand_minibatch_size"
 
 
-class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
+class OnDemandStrategy(AtomicCheckpoints, OnDemandProcesses):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
     FSDP2 shards the module. A rank reads weights from their owners when it needs them, and adds
@@ -141,16 +141,16 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._connect(module)
-        leave_group_samplers(trainer, self._at_end)
-        self._join_evaluations(trainer)
+        keep_group_samplers(trainer, self._at_end)
+        self._publish_before_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            with explaining_optimizers():
+            with refusing_several_optimizers():
                 self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._join_training(trainer)
+            self._patch_training_loop(trainer)
 
     @property
     def _world(self) -> HostGroup:
@@ -174,18 +174,18 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
             module, self.precision_plugin, self._run, self.world_size, device
         )
 
-    def _join_evaluations(self, trainer: Trainer) -> None:
+    def _publish_before_evaluations(self, trainer: Trainer) -> None:
         validation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
         for loop in (*validation, trainer.test_loop, trainer.predict_loop):
             start = partial(self._start_evaluation, loop)
             loop.on_run_start = start  # type: ignore[method-assign]
 
-    def _join_training(self, trainer: Trainer) -> None:
+    def _patch_training_loop(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
-        loop, expect = trainer.fit_loop.epoch_loop, self._connected_training.expect
-        in_step = BackwardInStep(loop.automatic_optimization, expect)
+        loop, set_zero_grad = trainer.fit_loop.epoch_loop, self._connected_training.set_zero_grad
+        in_step = BackwardInStep(loop.automatic_optimization, set_zero_grad)
         self._at_end.enter_context(replaced(loop, "automatic_optimization", in_step))
-        stop_without_waiting(trainer, self._at_end)
+        patch_sigterm_handling(trainer, self._at_end)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -208,7 +208,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
             self._minibatch_size = size
             if num_seen := count_seen(trainer):
                 self._refuse_other_minibatches(num_seen)
-                leave_out_seen(dataloader, num_seen, self._at_end)
+                skip_seen_batches(dataloader, num_seen, self._at_end)
         return dataloader
 
     def _refuse_other_minibatches(self, num_seen: int) -> None:
@@ -238,11 +238,11 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = present(checkpoint_path)
+        path = existing_path(checkpoint_path)
         if Path(path).is_dir():
             with ExitStack() as stack:
                 for optimizer in self.optimizers:  # torch takes a step, to have a state
-                    stack.enter_context(as_if_whole(optimizer))
+                    stack.enter_context(matching_unsharded_steps(optimizer))
                 checkpoint = super().load_checkpoint(path, weights_only)
         else:
             checkpoint = self._load_file(path, weights_only)
@@ -258,7 +258,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         for optimizer, state in zip(
             optimizers, checkpoint.get("optimizer_states", ()), strict=False
         ):
-            load_whole_state(optimizer, state)
+            load_full_state(optimizer, state)
         return checkpoint
 
     @override
@@ -266,8 +266,8 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if not self._save_distributed_checkpoint:
-            return whole_state(optimizer, keep=self.is_global_zero)
-        with as_if_whole(optimizer):  # torch takes a step, to have a state
+            return gather_full_state(optimizer, keep=self.is_global_zero)
+        with matching_unsharded_steps(optimizer):  # torch takes a step, to have a state
             return super().optimizer_state(optimizer)
 
     @override
@@ -291,7 +291,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with as_if_whole(optimizer):
+        with matching_unsharded_steps(optimizer):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         self._connected_run.reshard()  # a hook before it may have run a forward
         return output

@@ -56,8 +56,8 @@ def shard(
         ValueError: There are no such blocks.
     """
     for block in _blocks_of(module, blocks):
-        fully_shard(block, mesh=mesh, mp_policy=_explicit(policy, block))
-    fully_shard(module, mesh=mesh, mp_policy=_explicit(policy, module))
+        fully_shard(block, mesh=mesh, mp_policy=_set_reduce_dtype(policy, block))
+    fully_shard(module, mesh=mesh, mp_policy=_set_reduce_dtype(policy, module))
     for step in _STEPS:
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
@@ -102,7 +102,7 @@ def _has_containers(module: nn.Module) -> bool:
     )
 
 
-def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
+def _set_reduce_dtype(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
     """Set the dtype of gradient sums explicitly: None means different things in torch versions."""
     dtype = next((parameter.dtype for parameter in module.parameters()), None)
     return replace(policy, reduce_dtype=policy.reduce_dtype or policy.param_dtype or dtype)
@@ -252,7 +252,7 @@ def refuse_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 @contextmanager
-def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
+def matching_unsharded_steps(optimizer: Optimizer) -> Iterator[None]:
     """Make an optimizer's steps inside return the same results as on one device.
 
     Most optimizers are elementwise, for which shards suffice; some need whole matrices.
@@ -261,28 +261,28 @@ def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
 
         def enter(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if kwargs.get("closure") is None:
-                modes.enter_context(_AsIfWhole())
+                modes.enter_context(_ReplicatingMode())
                 return args, kwargs
-            return args, {**kwargs, "closure": _outside(modes, kwargs["closure"])}
+            return args, {**kwargs, "closure": _run_without_modes(modes, kwargs["closure"])}
 
         after = optimizer.register_step_post_hook(lambda *_: modes.close())
         with optimizer.register_step_pre_hook(enter), after:
             yield
 
 
-def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _run_without_modes(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
     """Return a closure that runs without the modes, which are for the optimizer only."""
 
     def call() -> Any:
         modes.close()
         result = closure()
-        modes.enter_context(_AsIfWhole())
+        modes.enter_context(_ReplicatingMode())
         return result
 
     return call
 
 
-class _AsIfWhole(TorchFunctionMode):
+class _ReplicatingMode(TorchFunctionMode):
     """Replicates results that are pending sums over ranks, or are rounded before a product.
 
     Adafactor squares norms in place, which is not possible for pending sums. Muon multiplies in
@@ -305,7 +305,7 @@ def _is_rounded(func: Callable[..., Any], result: DTensor) -> bool:
     return func in (Tensor.bfloat16, Tensor.to) and result.dtype == torch.bfloat16
 
 
-def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+def gather_full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Gather the state of an optimizer of shards on the host; all ranks call it.
 
     Parameters are numbered as in the optimizer, so that this and other strategies can read each
@@ -319,7 +319,7 @@ def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return state if keep else {}
 
 
-def load_whole_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load this rank's shards of a whole state into an optimizer of sharded parameters."""
     parameters = chain(*(group["params"] for group in optimizer.param_groups))
     numbers = chain(*(group["params"] for group in state["param_groups"]))

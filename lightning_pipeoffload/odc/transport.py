@@ -29,8 +29,8 @@ from lightning_pipeoffload.odc.sharding import ShardedGroup
 from lightning_pipeoffload.runtime.comm import (
     HostGroup,
     OwnerLocks,
+    allocate_shared_memory,
     reporting_lost_peers,
-    share_bytes,
 )
 
 _ALIGNMENT = 64
@@ -194,7 +194,7 @@ class SharedSums(OnDemandTransport):
             for owner in (*_others_after(self._rank, self._num_ranks), self._rank):
                 self._pushing = f"the push of {self._groups[index].name} to rank {owner}"
                 total, part = self._sums[owner][index], parts[owner]
-                with self._locks.held(owner, index):
+                with self._locks.hold_lock(owner, index):
                     for target, start, length in spans:
                         total[target : target + length] += part[start : start + length]
                     self._wait_for_device()  # before the next rank takes the lock
@@ -283,6 +283,6 @@ def _shared_tensors(
     """Allocate shared tensors of these sizes and dtypes; return those of every rank."""
     sizes = [count * dtype.itemsize for count, dtype in spans]
     starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-    of_ranks = share_bytes(starts[-1], device, rank, ranks)
+    of_ranks = allocate_shared_memory(starts[-1], device, rank, ranks)
     pieces = [*zip(starts, sizes, (dtype for _, dtype in spans), strict=False)]
     return [[raw[at : at + size].view(dtype) for at, size, dtype in pieces] for raw in of_ranks]

@@ -3,15 +3,15 @@
 from .host_step import EarlyStep
 from .master_weights import MasterWeights
 from .optimized_parameters import OptimizedParameters
-from .optimizer_snapshot import OptimizerSnapshot, bytes_usable, has_snapshots, is_torchs
+from .optimizer_snapshot import OptimizerSnapshot, bytes_usable, is_torchs, supports_snapshot
 from .optimizer_state import (
     GroupNames,
-    follow_parameters,
-    groups_with,
     load_optimizer_state,
+    move_state_to_parameters,
     name_optimizer_state,
     number_optimizer_state,
-    plain_layout,
-    read_states,
+    plain_state_dict,
+    read_stored_states,
+    replace_group_params,
 )
-from .optimizer_table import may_step_by_bucket, measure_states, refuse_stand_ins
+from .optimizer_table import estimate_state_bytes, may_step_by_bucket, refuse_stand_ins

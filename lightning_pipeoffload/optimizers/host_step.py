@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, padded
+from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, padded_bytes
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.memory import STAGING_BYTES
 
@@ -64,7 +64,7 @@ class _Buffer:
             for tensor in (parameter, gradient):
                 part = self._memory[start : start + tensor.nbytes]
                 room.append(part.view(tensor.dtype).view(tensor.shape))
-                start += padded(tensor)
+                start += padded_bytes(tensor)
             staged.append(_Staged(parameter, *room))
         return staged
 
@@ -149,7 +149,7 @@ class HostStep(StandInStep):
 
     @override
     @torch.no_grad()
-    def start(self) -> None:
+    def step_first_buckets(self) -> None:
         self._is_early = False
         if self._last is not None:
             self._last.result()
@@ -166,10 +166,10 @@ class HostStep(StandInStep):
             self._stand_in_on_host(self._copied, is_last=True)
 
     @override
-    def finish(self) -> None:
+    def write_back_parameters(self) -> None:
         if self._standing:
             self._write_back()
-            self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
+            self._lanes.h2d.make_compute_wait(self._lanes.h2d.record_event())
             self.seconds = self._spent + time.perf_counter() - self._began
         self._copied, self._submitted, self._spent = None, {}, 0.0
 
@@ -210,11 +210,11 @@ class HostStep(StandInStep):
             masters = self._masters_for(parameter)
             if masters is None or not masters.has(parameter):
                 lane.copy(weight, parameter.detach(), "a weight to the host")
-        buffer.filled = lane.mark()
+        buffer.filled = lane.record_event()
         return _CopiedBucket(staged, buffer)
 
     def _stand_in_on_host(self, copied: _CopiedBucket, is_last: bool) -> None:
-        self._lanes.d2h.finish(copied.buffer.filled)
+        self._lanes.d2h.synchronize(copied.buffer.filled)
         self._stepping = copied
         standing = {staged.parameter: self._stand_in_for(*staged) for staged in copied.staged}
         self._stand_in(standing, is_last)
@@ -230,7 +230,7 @@ class HostStep(StandInStep):
             masters = self._masters_for(parameter)
             if masters is not None:
                 masters.put(parameter, stepped)
-        self._stepping.buffer.left = self._lanes.h2d.mark()
+        self._stepping.buffer.left = self._lanes.h2d.record_event()
         self._restore()
 
 
@@ -245,14 +245,14 @@ class EarlyStep:
     def __init__(self, stages: Mapping[Tensor, int], submit: Callable[[Tensor], None]) -> None:
         self._stages, self._submit = stages, submit
 
-    def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+    def mark_gradients_final(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``."""
         later = {*coming}
         for parameter, owner in self._stages.items():
             if owner == stage and parameter not in later:
                 self._submit(parameter)
 
-    def finish(self, parameter: Tensor) -> None:
+    def finish_parameter(self, parameter: Tensor) -> None:
         """Record that the last W of a parameter has run."""
         if parameter in self._stages:
             self._submit(parameter)

@@ -23,7 +23,7 @@ class MasterStep(StandInStep):
 
     @override
     @torch.no_grad()
-    def start(self) -> None:
+    def step_first_buckets(self) -> None:
         *first, last = [*self._in_buckets(self._members_with_gradient(), BUCKET_BYTES)] or [[]]
         for bucket in first:
             self._stand_in(self._stand_ins_of(bucket), is_last=False)
@@ -33,7 +33,7 @@ class MasterStep(StandInStep):
             self._stand_in(self._stand_ins_of(last), is_last=True)
 
     @override
-    def finish(self) -> None:
+    def write_back_parameters(self) -> None:
         self._write_back()
 
     def _stand_ins_of(self, bucket: list[Tensor]) -> dict[Tensor, Tensor]:

@@ -71,30 +71,30 @@ class MasterWeights:
         """Return the master of a parameter in half precision; make it if there is none."""
         if not self.has(parameter):
             value = parameter.detach()
-            self.follow(parameter, value.cpu() if self.on_host else value)
+            self.update_from_weight(parameter, value.cpu() if self.on_host else value)
         return self._masters[parameter]
 
     @torch.no_grad()
-    def follow(self, parameter: Tensor, weight: Tensor) -> None:
+    def update_from_weight(self, parameter: Tensor, weight: Tensor) -> None:
         """Update the elements of the master whose rounded values differ from the parameter.
 
         Args:
             parameter: The parameter.
             weight: Its value, where masters are.
         """
-        self.put(parameter, _joined(self._masters.get(parameter), weight))
+        self.put(parameter, _merge_master(self._masters.get(parameter), weight))
 
     def put(self, parameter: Tensor, master: Tensor) -> None:
         """Set the master of a parameter that has its value, or is about to get it."""
         self._masters[parameter] = master
-        self.remember_bits(parameter)
+        self.record_version(parameter)
 
-    def remember_bits(self, parameter: Tensor) -> None:
+    def record_version(self, parameter: Tensor) -> None:
         """Record that a parameter now equals its rounded master."""
         self._versions[parameter] = parameter._version
 
     @torch.no_grad()
-    def replace_in(self, state: dict[str, Any], module: nn.Module) -> None:
+    def replace_in_state_dict(self, state: dict[str, Any], module: nn.Module) -> None:
         """Replace parameters in a module's state dict with their masters."""
         for name, parameter in module.state_dict(keep_vars=True).items():
             if name not in state or not isinstance(parameter, Tensor) or not is_half(parameter):
@@ -103,10 +103,10 @@ class MasterWeights:
                 state[name] = self.current(parameter)
             elif name in self._loaded and type(parameter) is nn.Parameter:
                 loaded = value_of(self._loaded[name]).float()
-                state[name] = _joined(loaded, parameter.detach().cpu())
+                state[name] = _merge_master(loaded, parameter.detach().cpu())
 
 
-def _joined(master: Tensor | None, weight: Tensor) -> Tensor:
+def _merge_master(master: Tensor | None, weight: Tensor) -> Tensor:
     if master is None:
         return weight.float()
     return torch.where(master.to(weight.dtype) == weight, master, weight.float())

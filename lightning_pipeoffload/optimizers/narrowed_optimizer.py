@@ -33,19 +33,19 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
 from lightning_pipeoffload.runtime import NOTHING
 from lightning_pipeoffload.runtime.comm import (
-    Bundle,
+    FlatBucket,
     PipelineGroup,
     Replicas,
+    assign_owners,
     in_buckets,
-    share_out,
 )
-from lightning_pipeoffload.runtime.device import mark
+from lightning_pipeoffload.runtime.device import profiler_range
 from lightning_pipeoffload.runtime.shapes import GradientChanges, RemoteTensor, ShapeOnly
 
 _NONE: Mapping[Tensor, int] = MappingProxyType({})
 
 
-class StepShares:
+class OptimizerPartition:
     """Assigns each parameter to the replica that steps it.
 
     Args:
@@ -71,7 +71,7 @@ class StepShares:
         new = [p for p in parameters if p not in self._owners]
         for trains in (True, False):
             members = [p for p in new if p.requires_grad == trains]
-            owners = share_out([p.nbytes for p in members], self._loads)
+            owners = assign_owners([p.nbytes for p in members], self._loads)
             self._owners.update(zip(members, owners, strict=True))
 
     def owner_of(self, parameter: Tensor) -> int:
@@ -86,7 +86,7 @@ class StepShares:
         """Forget the parameters of the last step, which may have ended in an error."""
         self._stepping.clear()
 
-    def own_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def parameters_to_step(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of a group's parameters that this replica steps now."""
         self.assign(parameters)
         # Others are not changed, and need not be sent.
@@ -129,8 +129,8 @@ class _Copy:
 
     def __init__(self, replicas: Replicas, source: int, values: list[Tensor]) -> None:
         self._is_received = source != replicas.replica
-        self._bundle = Bundle(values)
-        self._wait = replicas.start_copy(self._bundle.flat, source)
+        self._bundle = FlatBucket(values)
+        self._wait = replicas.start_broadcast(self._bundle.flat, source)
 
     def end(self) -> None:
         """Wait for the values, and copy them into the parameters."""
@@ -178,7 +178,7 @@ class NarrowedOptimizer:
     def __init__(self, optimizer: Optimizer, changes: GradientChanges) -> None:
         self.optimizer = optimizer
         self.changes = changes
-        self.shares: StepShares | None = None
+        self.shares: OptimizerPartition | None = None
         self.stand_ins: StandInStep | None = None
         self._replaced: list[Tensor] = []
         self._looked_at: tuple[int, ...] = ()
@@ -194,7 +194,7 @@ class NarrowedOptimizer:
 
     def replace_shapes(self) -> None:
         """Replace shapes in the groups by the parameters of a module that is whole again."""
-        self._widen()  # after a step that has ended in an error
+        self._restore_groups()  # after a step that has ended in an error
         members = [group["params"] for group in self.optimizer.param_groups]
         looked_at = RemoteTensor.num_became, *map(len, members)
         if looked_at == self._looked_at:
@@ -207,11 +207,11 @@ class NarrowedOptimizer:
             for group in self.optimizer.param_groups:
                 group["params"] = [real.get(id(p), p) for p in group["params"]]
 
-    def step_by(self, stand_ins: StandInStep | None) -> None:
+    def use_stand_ins(self, stand_ins: StandInStep | None) -> None:
         """Step other tensors in place of parameters; None: the parameters."""
         self.stand_ins = stand_ins
 
-    def share_out(self, shares: StepShares | None) -> None:
+    def share_out(self, shares: OptimizerPartition | None) -> None:
         """Divide the step among replicas, and drop the state of the others' parameters.
 
         Args:
@@ -229,7 +229,7 @@ class NarrowedOptimizer:
             shares.assign(p for group in self.optimizer.param_groups for p in own_members(group))
             forget_states(self.optimizer, lambda p: not shares.is_own(p))
 
-    def _refuse_other(self, shares: StepShares | None) -> None:
+    def _refuse_other(self, shares: OptimizerPartition | None) -> None:
         assert self.shares is not None
         now = 1 if shares is None else shares.num_replicas
         if now != self.shares.num_replicas:
@@ -261,42 +261,42 @@ class NarrowedOptimizer:
             return None
         if self.shares is not None:
             self.shares.start_step()
-        self._narrow(self.shares)
+        self._narrow_groups(self.shares)
         if not closures:
             self._start_update()
         return (
-            (step, *map(self._among_whole, arguments)),
-            {name: self._among_whole(value) for name, value in kwargs.items()},
+            (step, *map(self._with_whole_groups, arguments)),
+            {name: self._with_whole_groups(value) for name, value in kwargs.items()},
         )
 
     def _start_update(self) -> None:
         """Begin with what follows the closure, in which the whole batch has run."""
-        self._update = mark("optimizer")
+        self._update = profiler_range("optimizer")
         self._update.__enter__()
         if self.stand_ins is not None:
-            self.stand_ins.start()
+            self.stand_ins.step_first_buckets()
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.stand_ins is not None:
-            self.stand_ins.finish()
-        self._widen()
+            self.stand_ins.write_back_parameters()
+        self._restore_groups()
         if self.shares is not None:
             self.shares.gather()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._narrow(None)
+        self._narrow_groups(None)
         self._zero_own(set_to_none)
-        self._widen()
+        self._restore_groups()
         self.changes.record(are_none=set_to_none)
 
-    def _narrow(self, shares: StepShares | None) -> None:
+    def _narrow_groups(self, shares: OptimizerPartition | None) -> None:
         self.replace_shapes()  # the module may be whole again, on one device
         for group in self.optimizer.param_groups:
             self._whole.append((group, group["params"]))
             members = own_members(group)
-            group["params"] = members if shares is None else shares.own_of(members)
+            group["params"] = members if shares is None else shares.parameters_to_step(members)
 
-    def _widen(self) -> None:
+    def _restore_groups(self) -> None:
         if self.stand_ins is not None:
             self.stand_ins.restore()
         for group, members in self._whole:
@@ -305,18 +305,18 @@ class NarrowedOptimizer:
         self._update.__exit__(None, None, None)
         self._update = NOTHING
 
-    def _among_whole(self, closure: Any) -> Any:
-        return self._calling(closure) if callable(closure) else closure
+    def _with_whole_groups(self, closure: Any) -> Any:
+        return self._wrap_closure(closure) if callable(closure) else closure
 
-    def _calling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
             if self.stand_ins is not None:  # the optimizer may call its closure again
-                self.stand_ins.finish()
-            self._widen()
+                self.stand_ins.write_back_parameters()
+            self._restore_groups()
             if self.stand_ins is not None:
                 self.stand_ins.begin()
             result = closure()
-            self._narrow(self.shares)
+            self._narrow_groups(self.shares)
             self._start_update()
             return result
 

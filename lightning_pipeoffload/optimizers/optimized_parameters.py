@@ -18,7 +18,7 @@ from lightning_pipeoffload.optimizers.master_step import MasterStep
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import (
     NarrowedOptimizer,
-    StepShares,
+    OptimizerPartition,
     forget_states,
     narrow_steps,
 )
@@ -28,17 +28,17 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     name_groups,
 )
 from lightning_pipeoffload.optimizers.optimizer_table import (
+    estimate_state_bytes,
     may_step_by_bucket,
-    measure_states,
+    refuse_non_elementwise,
     refuse_optimizer,
-    refuse_over_shards,
     refuse_stand_ins,
 )
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.memory import HostMemory, gradient_bytes, staging_bytes
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import RemoteTensor, has_gradient_in_parts
+from lightning_pipeoffload.runtime.shapes import RemoteTensor, has_partial_gradient
 from lightning_pipeoffload.schedule import bytes_text
 
 
@@ -48,7 +48,7 @@ class OptimizedParameters:
     Args:
         pipeline: This rank's part of the module.
         optimizers: Returns the trainer's optimizers, which every fit makes again.
-        num_sharing: The number of replicas that divide steps and optimizer state.
+        num_optimizer_shards: The number of replicas that divide steps and optimizer state.
         is_declared: The user's ``per_parameter_optimizer``.
         on_host: Whether optimizers step on the host.
         masters: The masters that they step; None: they step the parameters themselves.
@@ -58,7 +58,7 @@ class OptimizedParameters:
         self,
         pipeline: Pipeline,
         optimizers: Callable[[], list[Optimizer]],
-        num_sharing: int = 1,
+        num_optimizer_shards: int = 1,
         is_declared: bool = False,
         on_host: bool = False,
         masters: MasterWeights | None = None,
@@ -67,14 +67,14 @@ class OptimizedParameters:
         self._group = pipeline.group
         self._optimizers = optimizers
         self._narrowed: list[NarrowedOptimizer] = []
-        self._num_sharing = num_sharing
+        self._num_sharing = num_optimizer_shards
         self._is_declared = is_declared
         self._on_host, self._masters = on_host, masters
-        self._shares: StepShares | None = None
+        self._shares: OptimizerPartition | None = None
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers, with the parameters that have been moved to this rank."""
-        self._adopt()
+        self._add_moved_parameters()
         return self._optimizers()
 
     @property
@@ -84,10 +84,10 @@ class OptimizedParameters:
 
     def names_in(self, optimizer: Optimizer) -> GroupNames:
         """Return the names in each group of one of the trainer's optimizers."""
-        self._adopt()
+        self._add_moved_parameters()
         return name_groups([optimizer], self._pipeline.module)[0]
 
-    def named(self) -> list[tuple[Optimizer, GroupNames]]:
+    def optimizers_with_names(self) -> list[tuple[Optimizer, GroupNames]]:
         """Return each optimizer with the names in each of its groups."""
         return list(zip(self._optimizers(), self.names, strict=True))
 
@@ -100,15 +100,15 @@ class OptimizedParameters:
         """
         if self._group.world_size == 1 and not self._on_host and self._masters is None:
             return
-        num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
-        for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
-            refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
+        num_ranks, num_optimizer_shards = self._group.num_ranks, self._num_sharing
+        for optimizer in self._optimizers() if num_ranks * num_optimizer_shards > 1 else ():
+            refuse_optimizer(optimizer, num_ranks, num_optimizer_shards, self._is_declared)
         for optimizer in self._optimizers() if self._group.num_tensor_ranks > 1 else ():
-            refuse_over_shards(optimizer)
+            refuse_non_elementwise(optimizer)
         changes = self._pipeline.gradient_changes
         self._narrowed = [narrow_steps(optimizer, changes) for optimizer in self._optimizers()]
         for narrowed in self._narrowed:
-            narrowed.step_by(self._make_stand_ins(narrowed.optimizer))
+            narrowed.use_stand_ins(self._make_stand_ins(narrowed.optimizer))
 
     def _make_stand_ins(self, optimizer: Optimizer) -> StandInStep | None:
         if not self._on_host and self._masters is None:
@@ -132,26 +132,26 @@ class OptimizedParameters:
             return nullcontext()
         return loading_state(optimizer, self._masters, self._on_host)
 
-    def start_training(self) -> None:
+    def move_hooks_to_end(self) -> None:
         """Register the step's hooks again, to run after hooks that were registered since."""
         for narrowed in self._narrowed:
             narrowed.move_hook_to_end()
 
-    def leave_remote(self) -> None:
+    def drop_remote_parameters(self) -> None:
         """Drop the parameters of other ranks; called once, before the first training step."""
         names = self.names
         self._send_moved_states()
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
-        self.forget_remote()
+        self.drop_remote_states()
 
     def early_step(self) -> EarlyStep:
         """Return the object that steps parameters as their gradients become final."""
         tensors = self._pipeline.tensors
         later = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
         pairs = tensors.with_local_stages().values()
-        later |= {id(p) for p, _ in pairs if has_gradient_in_parts(p)}
+        later |= {id(p) for p, _ in pairs if has_partial_gradient(p)}
         alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in later}
         steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
 
@@ -165,15 +165,15 @@ class OptimizedParameters:
         """Return the seconds of this rank's steps on the host; 0 if they run on the device."""
         return sum(n.stand_ins.seconds for n in self._narrowed if n.stand_ins is not None)
 
-    def replica_of(self, parameter: Tensor) -> int:
+    def updating_replica(self, parameter: Tensor) -> int:
         """Return the replica that updates a parameter: this one, unless they divide updates."""
         return self._group.replica if self._shares is None else self._shares.owner_of(parameter)
 
-    def is_of_another(self, parameter: Tensor) -> bool:
+    def is_updated_by_other_replica(self, parameter: Tensor) -> bool:
         """Return whether another replica updates a parameter of this rank."""
-        return self.replica_of(parameter) != self._group.replica
+        return self.updating_replica(parameter) != self._group.replica
 
-    def _adopt(self) -> None:
+    def _add_moved_parameters(self) -> None:
         """Add to the groups the parameters that the first batch has moved to this rank."""
         for narrowed in self._narrowed:
             narrowed.replace_shapes()
@@ -202,9 +202,11 @@ class OptimizedParameters:
         if not self._on_host:
             return
         optimizers = self._optimizers()
-        states = measure_states(optimizers, self._masters is not None)
+        states = estimate_state_bytes(optimizers, self._masters is not None)
         parameters = self._pipeline.tensors.canonical_parameters().values()
-        members = [p for p in parameters if id(p) in states and not self.is_of_another(p)]
+        members = [
+            p for p in parameters if id(p) in states and not self.is_updated_by_other_replica(p)
+        ]
         kept = sum(states[id(p)] for p in members)
         pairs = [p.nbytes + gradient_bytes(p) for p in members if p.requires_grad]
         staging = staging_bytes(pairs, all(map(may_step_by_bucket, optimizers)))
@@ -218,7 +220,7 @@ class OptimizedParameters:
         present = sum(t.nbytes for t in tensors_in(entries) if t.device.type == "cpu")
         host.leave_for_optimizer(sum(sizes.values()), present, parts)
 
-    def forget_remote(self) -> None:
+    def drop_remote_states(self) -> None:
         """Drop the optimizer state of parameters of other ranks and replicas."""
         local_ids = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
@@ -227,14 +229,16 @@ class OptimizedParameters:
             self._share_out()
             if self._masters is not None:
                 parameters = self._pipeline.tensors.canonical_parameters().items()
-                self._masters.begin({n: p for n, p in parameters if not self.is_of_another(p)})
+                self._masters.begin(
+                    {n: p for n, p in parameters if not self.is_updated_by_other_replica(p)}
+                )
 
     def _share_out(self) -> None:
         """Assign all parameters of this rank to replicas, those that optimizers have first."""
         tensors = self._pipeline.tensors
         new = None
         if self._num_sharing > 1:
-            new = StepShares(self._group, self._replicas_of_tied())
+            new = OptimizerPartition(self._group, self._replicas_of_tied())
         for narrowed in self._narrowed:
             narrowed.share_out(new if narrowed.optimizer.param_groups else None)
         before = (n.shares for n in self._narrowed if n.shares is not None)
@@ -249,7 +253,7 @@ class OptimizedParameters:
         parameters = tensors.canonical_parameters().items()
         return {p: places[name] % self._num_sharing for name, p in parameters if name in places}
 
-    def shares_of(self, optimizer: Optimizer) -> StepShares | None:
+    def shares_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
         """Return the parameters that each replica steps; None if each replica steps all."""
         shares = [n.shares for n in self._narrowed if n.optimizer is optimizer]
         return shares[0] if shares else None

@@ -29,7 +29,7 @@ _MASTER_SIZE = torch.float32.itemsize
 _RESERVE = 0.05  # of a device, for memory that torch does not allocate
 
 
-def has_snapshots(optimizer: Optimizer) -> bool:
+def supports_snapshot(optimizer: Optimizer) -> bool:
     """Return whether all effects of the optimizer's step are known: it is one of torch's."""
     return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -46,7 +46,7 @@ class OptimizerSnapshot:
     are on the host.
 
     Args:
-        optimizer: An optimizer for which :func:`has_snapshots` is true.
+        optimizer: An optimizer for which :func:`supports_snapshot` is true.
         masters: The masters that it steps in place of parameters; None: there are none.
         is_stepped: Whether this process steps a parameter of the optimizer that it has.
 
@@ -98,7 +98,7 @@ class OptimizerSnapshot:
         ):
             self.save()
 
-    def end_step(self) -> None:
+    def record_step_changes(self) -> None:
         """Record, after the step, its writes into gradients and the state that it has created."""
         self._changes_gradients = not _are_same(self._versions, self._versions_now())
         self._versions = []
@@ -110,7 +110,7 @@ class OptimizerSnapshot:
         """Free the gradients, so that they are gone before the next ones take memory."""
         self._gradients.forget_tensors()
 
-    def changed(self) -> list[Tensor]:
+    def changed_tensors(self) -> list[Tensor]:
         """Return the tensors whose values change if the step is undone or repeated.
 
         Among them are the parameters that another replica updates, and would send again.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.narrowed_optimizer import StepShares
+from lightning_pipeoffload.optimizers.narrowed_optimizer import OptimizerPartition
 from lightning_pipeoffload.runtime import read_stored
 
 GroupNames = list[list[str]]
@@ -33,7 +33,7 @@ def fill_groups(
             group["params"] = [parameters[name] for name in members]
 
 
-def plain_layout(
+def plain_state_dict(
     optimizer: Optimizer, names: GroupNames, states: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state dict that the optimizer of the plain module would have.
@@ -48,11 +48,11 @@ def plain_layout(
     places = [[index[name] for name in group] for group in names]
     return {
         "state": {index[name]: states[name] for name in order if name in states},
-        "param_groups": groups_with(optimizer.param_groups, places),
+        "param_groups": replace_group_params(optimizer.param_groups, places),
     }
 
 
-def groups_with(
+def replace_group_params(
     groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str | int]]
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups with these members."""
@@ -69,7 +69,7 @@ def name_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[st
     order = [name for group in names for name in group]
     return {
         "state": {order[place]: entry for place, entry in state["state"].items()},
-        "param_groups": groups_with(state["param_groups"], names),
+        "param_groups": replace_group_params(state["param_groups"], names),
     }
 
 
@@ -100,7 +100,7 @@ def number_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[
     numbers = [[place_of[name] for name in members] for members in names]
     return {
         "state": {place_of[name]: entry for name, entry in state["state"].items()},
-        "param_groups": groups_with(groups, numbers),
+        "param_groups": replace_group_params(groups, numbers),
     }
 
 
@@ -118,7 +118,7 @@ def load_optimizer_state(
     state: Mapping[str, Any],
     names: GroupNames,
     parameters: Mapping[str, Tensor],
-    shares: StepShares | None = None,
+    shares: OptimizerPartition | None = None,
 ) -> None:
     """Load this rank's part of a plain optimizer's state dict.
 
@@ -146,20 +146,20 @@ def load_optimizer_state(
                     local[place_of[id(parameter)]] = state["state"][index]
         groups.append({**group, "params": [place_of[id(p)] for p in local_group["params"]]})
     optimizer.load_state_dict({"state": local, "param_groups": groups})
-    read_states(optimizer)
+    read_stored_states(optimizer)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def read_states(optimizer: Optimizer) -> None:
+def read_stored_states(optimizer: Optimizer) -> None:
     """Read the state tensors that are still in a checkpoint's file."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
             state.update({name: read_stored(value) for name, value in state.items()})
 
 
-def follow_parameters(optimizer: Optimizer) -> None:
+def move_state_to_parameters(optimizer: Optimizer) -> None:
     """Move an optimizer's state to its parameters' devices; step counts stay on the host."""
     optimizer.load_state_dict(optimizer.state_dict())

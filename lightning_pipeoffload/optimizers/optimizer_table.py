@@ -25,7 +25,7 @@ Group = Mapping[str, Any]
 StateBytes = Callable[[Any, Group, Tensor], float]
 
 
-class Row(NamedTuple):
+class OptimizerTraits(NamedTuple):
     """The properties of an optimizer whose steps are per parameter.
 
     Attributes:
@@ -81,12 +81,14 @@ def _overrides(optimizer: Any) -> str:
     return ""
 
 
-_ADAM = Row(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
-_TWO, _ONE = Row(_copies(2)), Row(_copies(1))
+_ADAM = OptimizerTraits(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
+_TWO, _ONE = OptimizerTraits(_copies(2)), OptimizerTraits(_copies(1))
 
-TABLE: dict[str, Row] = {
-    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0), by_element=False),
-    "torch.optim._muon.Muon": Row(_copies(1), by_element=False),
+TABLE: dict[str, OptimizerTraits] = {
+    "torch.optim._adafactor.Adafactor": OptimizerTraits(
+        _factorized(lambda group: 0), by_element=False
+    ),
+    "torch.optim._muon.Muon": OptimizerTraits(_copies(1), by_element=False),
     "torch.optim.adadelta.Adadelta": _TWO,
     "torch.optim.adagrad.Adagrad": _ONE,
     "torch.optim.adam.Adam": _ADAM,  # and AdamW
@@ -94,16 +96,16 @@ TABLE: dict[str, Row] = {
     "torch.optim.asgd.ASGD": _ONE,
     "torch.optim.nadam.NAdam": _TWO,
     "torch.optim.radam.RAdam": _TWO,
-    "torch.optim.rmsprop.RMSprop": Row(
+    "torch.optim.rmsprop.RMSprop": OptimizerTraits(
         _copies(lambda group: 1 + _momentum(group) + bool(group.get("centered")))
     ),
     "torch.optim.rprop.Rprop": _TWO,
-    "torch.optim.sgd.SGD": Row(_copies(_momentum)),
+    "torch.optim.sgd.SGD": OptimizerTraits(_copies(_momentum)),
     "torch.optim.sparse_adam.SparseAdam": _TWO,
-    "transformers.optimization.Adafactor": Row(
+    "transformers.optimization.Adafactor": OptimizerTraits(
         _factorized(lambda group: group.get("beta1") is not None), by_element=False
     ),
-    "bitsandbytes.optim.optimizer.Optimizer8bit": Row(
+    "bitsandbytes.optim.optimizer.Optimizer8bit": OptimizerTraits(
         _blocks_of_bitsandbytes, of_device=True, obstacle=_overrides, by_element=False
     ),
 }
@@ -125,18 +127,18 @@ _OVER_ALL = {
     "Prodigy",
     "SAM",
 }
-_UNKNOWN = Row(_copies(2))  # counted as Adam
+_UNKNOWN = OptimizerTraits(_copies(2))  # counted as Adam
 
 
 def refuse_optimizer(
-    optimizer: Any, num_ranks: int, num_sharing: int = 1, is_declared: bool = False
+    optimizer: Any, num_ranks: int, num_optimizer_shards: int = 1, is_declared: bool = False
 ) -> None:
     """Refuse an optimizer whose step of one parameter may depend on other parameters.
 
     Args:
         optimizer: The user's optimizer.
         num_ranks: The number of ranks over which its parameters are spread.
-        num_sharing: The number of replicas that divide its step.
+        num_optimizer_shards: The number of replicas that divide its step.
         is_declared: The user's ``per_parameter_optimizer``.
 
     Raises:
@@ -145,13 +147,14 @@ def refuse_optimizer(
     if not optimizer.param_groups:  # Lightning's, where the user has none
         return
     name = type(optimizer).__name__
-    whose = f"{num_ranks} ranks" if num_ranks > 1 else f"{num_sharing} replicas"
+    whose = f"{num_ranks} ranks" if num_ranks > 1 else f"{num_optimizer_shards} replicas"
     option = "devices=1" if num_ranks > 1 else 'sharding="none"'
     instead = f"use an optimizer that treats each parameter by itself, such as AdamW, or {option}"
-    if num_sharing > 1 and hasattr(optimizer, "eval"):
+    if num_optimizer_shards > 1 and hasattr(optimizer, "eval"):
         raise ValueError(
             f"{name} computes evaluation weights from its whole state, and each of the "
-            f'{num_sharing} replicas has only a part of it; set sharding="none", or use another '
+            f'{num_optimizer_shards} replicas has only a part of it; set sharding="none", or use '
+            f"another "
             f"optimizer"
         )
     if any(kind.__name__ in _OVER_ALL for kind in type(optimizer).__mro__):
@@ -166,7 +169,7 @@ def refuse_optimizer(
             f"{name} computes over all its parameters ({obstacle}), and each of the {whose} has a "
             f"part of them only; leave that out, or {instead}"
         )
-    if (row is None or (reason := _changed_step(optimizer))) and not is_declared:
+    if (row is None or (reason := _why_step_differs(optimizer))) and not is_declared:
         because = reason if row is not None else "it is not among those that are known"
         raise ValueError(
             f"{name} may compute over all its parameters ({because}), and each of the {whose} has "
@@ -176,10 +179,12 @@ def refuse_optimizer(
         )
 
 
-def refuse_over_shards(optimizer: Any) -> None:
+def refuse_non_elementwise(optimizer: Any) -> None:
     """Raise ``ValueError`` for an optimizer whose step needs more of a parameter than a shard."""
     row = TABLE.get(_step_of(optimizer))
-    if optimizer.param_groups and (row is None or not row.by_element or _changed_step(optimizer)):
+    if optimizer.param_groups and (
+        row is None or not row.by_element or _why_step_differs(optimizer)
+    ):
         raise ValueError(
             f"{type(optimizer).__name__} is not known to step each element of a parameter by "
             f"itself, and with tensor_parallel_size above 1 a rank has a shard of it; use "
@@ -222,7 +227,7 @@ def refuse_stand_ins(optimizer: Any, on_host: bool) -> None:
 
 def may_step_by_bucket(optimizer: Any) -> bool:
     """Return whether steps of subsets of the parameters are known to equal one step of all."""
-    return _step_of(optimizer) in TABLE and not _own_step(optimizer)
+    return _step_of(optimizer) in TABLE and not _step_override(optimizer)
 
 
 def _step_of(optimizer: Any) -> str:
@@ -231,9 +236,9 @@ def _step_of(optimizer: Any) -> str:
     return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
 
 
-def _changed_step(optimizer: Any) -> str:
+def _why_step_differs(optimizer: Any) -> str:
     """Return why an optimizer's step may differ from that of its class; "" if it does not."""
-    if reason := _own_step(optimizer):
+    if reason := _step_override(optimizer):
         return reason
     # Private: the only lists of the hooks, which may use any parameter.
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -243,7 +248,7 @@ def _changed_step(optimizer: Any) -> str:
     return ""
 
 
-def _own_step(optimizer: Any) -> str:
+def _step_override(optimizer: Any) -> str:
     """Return what of an optimizer's step is not that of its class; "" if all is."""
     step = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
@@ -269,7 +274,9 @@ def _changed_helpers(kind: type) -> str:
     return ""
 
 
-def measure_states(optimizers: Iterable[Optimizer], has_masters: bool = False) -> dict[int, int]:
+def estimate_state_bytes(
+    optimizers: Iterable[Optimizer], has_masters: bool = False
+) -> dict[int, int]:
     """Return the bytes of optimizer state of each parameter, by its id.
 
     Scalars, such as the step count, are not included. An optimizer that is not in the table counts

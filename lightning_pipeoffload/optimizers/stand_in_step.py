@@ -56,11 +56,11 @@ class StandInStep:
     def begin(self) -> None:
         """Begin a step: its closure runs next."""
 
-    def start(self) -> None:
+    def step_first_buckets(self) -> None:
         """Step all buckets but the last, which is then in the optimizer's groups."""
         raise NotImplementedError
 
-    def finish(self) -> None:
+    def write_back_parameters(self) -> None:
         """Give parameters their new values, after the optimizer has stepped the last bucket."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class StandInStep:
         masters = self._masters_for(parameter)
         if masters is not None:
             if not masters.has(parameter):
-                masters.follow(parameter, weight)
+                masters.update_from_weight(parameter, weight)
             weight, gradient = masters.master_of(parameter), gradient.float()
         stand_in = nn.Parameter(weight, parameter.requires_grad)
         stand_in.__dict__.update(parameter.__dict__)  # an optimizer may go by a user's attribute
@@ -128,7 +128,7 @@ class StandInStep:
             yield bucket
 
     def _bytes_of(self, parameters: Sequence[Tensor]) -> int:
-        return sum(padded(p) + padded(self._gradient_of(p)) for p in parameters)
+        return sum(padded_bytes(p) + padded_bytes(self._gradient_of(p)) for p in parameters)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
@@ -169,6 +169,6 @@ def loading_state(
             p.grad = gradient
 
 
-def padded(tensor: Tensor) -> int:
+def padded_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in a buffer of aligned tensors."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

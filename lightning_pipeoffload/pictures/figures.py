@@ -25,7 +25,7 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def obstacle_of(path: Path) -> str:
+def picture_path_error(path: Path) -> str:
     """Say why no picture, or trace, can be written to a path; "" if one can."""
     if not path.parent.is_dir():
         return f"make the folder {path.parent} first"

@@ -47,7 +47,7 @@ class Wait(NamedTuple):
     end: float
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return f"waits for {self.awaited} of rank {self.sender}"
 
 
@@ -76,7 +76,7 @@ class MeasuredStep:
         return 1 - busy / available if available else 0.0
 
 
-def join_ranks(ranks: Sequence[RankStep], num_sequence_slices: int = 1) -> MeasuredStep:
+def join_rank_steps(ranks: Sequence[RankStep], num_sequence_slices: int = 1) -> MeasuredStep:
     """Join the steps of all ranks, whose times are of one clock."""
     starts = [spans[0][0] for rank in ranks for _, spans in rank.actions]
     start = min(starts, default=0.0)

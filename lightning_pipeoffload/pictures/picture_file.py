@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lightning_pipeoffload.schedule import COMPUTE_LANE, Costs, Event, ScheduleError, Timeline
 from lightning_pipeoffload.schedule.simulation import Curve, memory_curves
 
-from .figures import obstacle_of, save_figure
+from .figures import picture_path_error, save_figure
 from .measured_step import MeasuredStep, Wait
 from .timelines import TimelinePanel, Window, draw_timelines
 
@@ -96,7 +96,7 @@ def _complete(event: Event, thread: int, pid: int, num_slices: int) -> dict[str,
 
 def _waiting(wait: Wait, pid: int) -> dict[str, Any]:
     args = {"rank": wait.sender, "action": str(wait.awaited)}
-    return _span(wait.words, "wait", wait.start, wait.end, args) | {"pid": pid, "tid": 0}
+    return _span(wait.label, "wait", wait.start, wait.end, args) | {"pid": pid, "tid": 0}
 
 
 def _span(name: str, kind: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _span(name: str, kind: str, start: float, end: float, args: dict[str, Any]) 
     }
 
 
-class Drawn(NamedTuple):
+class TitledTimeline(NamedTuple):
     """One simulated timeline to draw, with the line above it."""
 
     timeline: Timeline
@@ -140,11 +140,11 @@ class PictureFile:
     def __post_init__(self) -> None:
         if self.path.suffix not in ENDINGS:
             raise ScheduleError(f"picture ({self.path}) must end in one of {', '.join(ENDINGS)}")
-        obstacle = obstacle_of(self.path)
+        obstacle = picture_path_error(self.path)
         if obstacle:
             raise ScheduleError(f"picture ({self.path}) cannot be written: {obstacle}")
 
-    def write(self, drawn: Sequence[Drawn]) -> None:
+    def write(self, drawn: Sequence[TitledTimeline]) -> None:
         """Draw timelines one above the other, at one scale.
 
         Raises:

@@ -245,7 +245,7 @@ class _Panel:
         return self._window.shows(event, self._panel.timeline.num_sequence_slices)
 
     def _label(self, event: Event) -> None:
-        text = self._panel.timeline.number_of(event.action)
+        text = self._panel.timeline.microbatch_label(event.action)
         size = min(_DIGIT, (event.end - event.start) * self._scale / (0.9 * len(text)))
         if size >= _LEAST_DIGIT:
             number, count = self._chunks[event.action.stage]

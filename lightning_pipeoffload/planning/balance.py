@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_pipeoffload.planning.report import span_of
-from lightning_pipeoffload.runtime.cut import as_argument, inner_blocks
+from lightning_pipeoffload.planning.report import block_range_text
+from lightning_pipeoffload.runtime.cut import format_blocks_argument, inner_blocks
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.schedule import share_text
 
@@ -15,11 +15,11 @@ _ALONE = 0.5  # of a rank's work, from which on a segment is the reason
 
 
 def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
-    """Return the line for a report; see :func:`.report.predict`."""
-    shares = shares_of_ranks(report)
+    """Return the line for a report; see :func:`.report.predict_figures`."""
+    shares = work_shares(report)
     names = pipeline.chain.names
     texts = ", ".join(map(share_text, shares))
-    line = f"Cut: {span_of(names)}, {len(names)} blocks; work of the ranks: {texts}."
+    line = f"Cut: {block_range_text(names)}, {len(names)} blocks; work of the ranks: {texts}."
     most = max(shares)
     if most * len(shares) <= _MOST:
         return line
@@ -29,7 +29,7 @@ def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
     return f"{line} Rank {rank} has {times}: {_reason(pipeline, stages, most)}."
 
 
-def shares_of_ranks(report: Mapping[str, Any]) -> list[float]:
+def work_shares(report: Mapping[str, Any]) -> list[float]:
     """Return each rank's share of the work of F, B and W."""
     shares = [0.0] * report["num_ranks"]
     for stage in report["stages"]:
@@ -49,10 +49,10 @@ def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
     of_all = f"{share_text(work[heaviest] / sum(work))} of the work"
     if heaviest == len(chain):
         outside = pipeline.modules_of(heaviest)
-        named = f"; name these too: {as_argument(pipeline.module, names + outside)}"
+        named = f"; name these too: {format_blocks_argument(pipeline.module, names + outside)}"
         return f"the code after the blocks has {of_all}{named if outside else ''}"
     inside = inner_blocks(pipeline.module, names[heaviest])
     finer = [*names[:heaviest], *inside, *names[heaviest + 1 :]]
-    named = f"; name its parts: {as_argument(pipeline.module, finer)}"
+    named = f"; name its parts: {format_blocks_argument(pipeline.module, finer)}"
     before = " and the code before it" if heaviest == 0 else ""
     return f"{names[heaviest]}{before} has {of_all}{named if len(inside) > 1 else ''}"

@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from lightning_pipeoffload.schedule import (
     Candidate,
     Costs,
-    Option,
     Plan,
+    PlanOption,
     Schedule,
     Timeline,
     bytes_text,
@@ -64,12 +64,12 @@ class Units(NamedTuple):
         """Write memory; ``column_max`` is the largest of the same column."""
         return bytes_text(value, column_max) if self.is_measured else f"{value:.6g}"
 
-    def sentence(self, value: float) -> str:
+    def write_time_with_unit(self, value: float) -> str:
         """Write a time with its unit."""
         return self.write_time(value) + ("" if self.is_measured else f" {self.time}")
 
     @property
-    def words(self) -> str:
+    def title_suffix(self) -> str:
         """The end of a table's title, where cells have no units."""
         return "" if self.is_measured else f"; time in {self.time}, memory in {self.memory}"
 
@@ -136,7 +136,7 @@ def choice_table(plan: Plan, seconds: Write, memory: Callable[[float, float], st
 
     Plans that differ in how many W's are postponed are one row, with the figures of the fastest.
     """
-    fitting: dict[tuple[Option, str], Candidate] = {}
+    fitting: dict[tuple[PlanOption, str], Candidate] = {}
     for candidate in sorted(plan.candidates, key=lambda c: (c is not plan.best, c.score)):
         if candidate.fits:
             fitting.setdefault((candidate.option, candidate.offload), candidate)

@@ -13,7 +13,13 @@ import torch
 
 from lightning_pipeoffload.runtime.device import Device
 from lightning_pipeoffload.runtime.memory import HostBudget, slab_bytes
-from lightning_pipeoffload.schedule import Costs, Schedule, bytes_text, peak_host_memory, places_of
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Schedule,
+    bytes_text,
+    device_indices,
+    peak_host_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +176,7 @@ def reserve_memory(device: torch.device, missing: int) -> int:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The memory of a pipeline's devices and hosts for a plan, by place: see :func:`places_of`.
+    """The memory of a pipeline's devices and hosts for a plan, in the order of the user's devices.
 
     Attributes:
         devices: Bytes that each device has left for activations; None: no limit.
@@ -189,12 +195,12 @@ class MachineLimits:
         names = [self.names[place] for place in places] if self.names else ()
         return MachineLimits(devices, hosts, names)
 
-    def shortage(self, schedule: Schedule, costs: Costs) -> str:
+    def host_shortage(self, schedule: Schedule, costs: Costs) -> str:
         """Name a rank that would take more of its host than it may; "" where none does."""
         if not self.hosts:
             return ""
         peaks = peak_host_memory(schedule, _in_slabs(costs, schedule.num_stages))
-        for rank, place in enumerate(places_of(schedule.placement)):
+        for rank, place in enumerate(device_indices(schedule.placement)):
             peak, budget = peaks[rank], self.hosts[place]
             if budget is not None and peak > budget.num_bytes:
                 return (

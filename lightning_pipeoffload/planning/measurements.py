@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_pipeoffload.pictures import MeasuredStep, RankStep, join_ranks
+from lightning_pipeoffload.pictures import MeasuredStep, RankStep, join_rank_steps
 from lightning_pipeoffload.planning.limits import DeviceMemory, MachineLimits, reserve_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep, make_lanes
@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.measure import (
 )
 from lightning_pipeoffload.runtime.run import Executor, Ledger, Pipeline
 from lightning_pipeoffload.runtime.whole import WholeRuns
-from lightning_pipeoffload.schedule import Costs, Schedule, places_of
+from lightning_pipeoffload.schedule import Costs, Schedule, device_indices
 
 # The first microbatch allocates and warms caches; the median of three excludes it.
 _STEPS_TO_MEASURE = 3
@@ -66,12 +66,12 @@ class Measurements:
         return self._executor.timer.num_steps > 0
 
     @property
-    def suffice(self) -> bool:
+    def is_plan_due(self) -> bool:
         """Whether the first steps have just been measured, by which to plan those that follow."""
         return self._executor.timer.num_steps == _STEPS_TO_MEASURE
 
     @property
-    def are_enough(self) -> bool:
+    def has_measured_plan(self) -> bool:
         """Whether the plan in use has been measured."""
         return self._executor.timer.num_steps >= _STEPS_TO_MEASURE
 
@@ -88,13 +88,13 @@ class Measurements:
             elsewhere.
         """
         offsets = compare_clocks(self._group)
-        read, error = self._executor.timer.clock.to_host()
+        read, error = self._executor.timer.clock.host_times()
         ranks = self._group.gather((times_of(step, self._executor.memory.ledger, read), error))
         if offsets is None:
             return None
         pairs = list(zip(ranks, offsets, strict=True))
         on_one_clock = [times.earlier_by(offset.seconds) for (times, _), offset in pairs]
-        measured = join_ranks(on_one_clock, step.num_slices)
+        measured = join_rank_steps(on_one_clock, step.num_slices)
         return measured, max(error_of_rank + offset.error for (_, error_of_rank), offset in pairs)
 
     def gather_limits(
@@ -116,7 +116,7 @@ class Measurements:
             memory.settings.host.budget,
         )
         pipelines = self._group.gather_from_pipelines(found)
-        ranks = places_of(self._group.stage_ranks)
+        ranks = device_indices(self._group.stage_ranks)
         budgets = [pipelines[0][rank][2] for rank in ranks]
         devices = self._group.devices
         names = () if devices.have_one_name else devices.names
@@ -151,14 +151,14 @@ class Measurements:
         if reserve_memory(device, most - own.reserved):
             memory.forget_peaks()
 
-    def start_anew(self, num_copy_lanes: int) -> None:
+    def reset_for_new_plan(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on, with ``num_copy_lanes`` copy lanes."""
         device = self._pipeline.device
         self._executor.time_by(ActionTimer(device))
         self._executor.memory.forget_peaks()
         self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
 
-    def end_training(self, may_copy: bool) -> bool:
+    def gather_final(self, may_copy: bool) -> bool:
         """Gather the measurements of all ranks; False: there are none."""
         if not self._executor.timer.num_steps:
             return False

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime import TensorSpec
-from lightning_pipeoffload.runtime.comm import share_out
+from lightning_pipeoffload.runtime.comm import assign_owners
 from lightning_pipeoffload.runtime.cut import Stage, StepRecord
 from lightning_pipeoffload.runtime.measure import (
     StageCosts,
     costs_of_slice,
     costs_of_stages,
-    measure_shapes,
+    measure_saved_memory,
     shares_of_slices,
 )
 from lightning_pipeoffload.runtime.memory import gradient_bytes, staging_bytes
@@ -112,7 +112,7 @@ class MemoryNeeds:
         sent: Bytes of each stage's output, and of the gradient of its input.
         flops_of_one: Operations per unit of the costs' times.
         workspace: Bytes that an F or B of each stage takes and frees again; one runs at a time.
-        num_sharing: The number of replicas that share out optimizer states.
+        num_optimizer_shards: The number of replicas that share out optimizer states.
         stand_ins: The tensors that the optimizer steps in place of parameters; None: it has none.
         slices: How the costs divide among slices of a sequence, where that is known.
         collectives: Bytes that F and B of each stage send to tensor ranks.
@@ -123,7 +123,7 @@ class MemoryNeeds:
     sent: Mapping[Kind, Sequence[int]]
     flops_of_one: float
     workspace: Sequence[float]
-    num_sharing: int = 1
+    num_optimizer_shards: int = 1
     stand_ins: StandIns | None = None
     slices: Slices = Slices()
     collectives: Mapping[Kind, Sequence[float]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class MemoryNeeds:
         pipeline: Pipeline,
         first: Microbatch,
         states: Mapping[int, int] = MappingProxyType({}),
-        num_sharing: int = 1,
+        num_optimizer_shards: int = 1,
         recompute: str | None = None,
     ) -> MemoryNeeds:
         """Trace the first microbatch by shapes.
@@ -143,7 +143,7 @@ class MemoryNeeds:
             pipeline: One rank's part of a module that is cut.
             first: The first microbatch.
             states: Bytes of optimizer states, by the parameter's id.
-            num_sharing: The number of replicas that share them out.
+            num_optimizer_shards: The number of replicas that share them out.
             recompute: What B computes again; None: as the pipeline's settings have it.
 
         Raises:
@@ -151,7 +151,7 @@ class MemoryNeeds:
         """
         # As a run does, by the module's own hook, which may enter a context that its loss needs.
         first = replace(first, differentiate=getattr(pipeline.module, "backward", Tensor.backward))
-        saved, num_slices = measure_shapes(pipeline, first, recompute), 1
+        saved, num_slices = measure_saved_memory(pipeline, first, recompute), 1
         if first.record.sequence is not None:
             num_slices = pipeline.settings.num_sequence_slices
         starts = range(0, len(saved), num_slices)
@@ -172,7 +172,9 @@ class MemoryNeeds:
             for kind in (Kind.F, Kind.B)
         }
         owned = _owned(pipeline, states)
-        return cls(owned, costs, sent, unit, workspace, num_sharing, collectives=collectives)
+        return cls(
+            owned, costs, sent, unit, workspace, num_optimizer_shards, collectives=collectives
+        )
 
     @property
     def costs_by_operations(self) -> Costs:
@@ -180,11 +182,11 @@ class MemoryNeeds:
         num_stages = len(self.owned)
         compute: dict[str, Any] = {
             name: [*map(sum, zip(self.costs.per_stage(name, num_stages), of, strict=True))]
-            for name, of in self.waits(OPERATIONS_PER_BYTE).items()
+            for name, of in self.collective_waits(OPERATIONS_PER_BYTE).items()
         }
         return replace(self.costs, **compute) if compute else self.costs
 
-    def waits(self, operations_per_byte: float) -> dict[str, list[float]]:
+    def collective_waits(self, operations_per_byte: float) -> dict[str, list[float]]:
         """Return how long F and B of each stage wait for tensor ranks, in the unit of the costs.
 
         Empty where there are no such ranks.
@@ -197,7 +199,7 @@ class MemoryNeeds:
             name: [times * size for size in self.collectives[kind]] for name, kind in kinds.items()
         }
 
-    def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
+    def join_into_stages(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of stages that have several blocks.
 
         In these needs each block is a stage, and so is the code after the blocks.
@@ -222,7 +224,7 @@ class MemoryNeeds:
         return replace(joined, slices=self._slices_of(stages, costs))
 
     @property
-    def rows(self) -> list[Any]:
+    def stage_signatures(self) -> list[Any]:
         """What tells stages apart: all that is known of each, without its tensors' identities."""
         num_stages = len(self.owned)
         columns = [
@@ -294,11 +296,11 @@ class MemoryNeeds:
             shares[f"end_{name}"] = _shares(of_stages, joined, name)
         return Slices(**shares)
 
-    def in_slices(self, costs: Costs) -> MemoryNeeds:
+    def with_slices_of(self, costs: Costs) -> MemoryNeeds:
         """Return these needs with the slices of a plan's costs."""
         return replace(self, costs=replace(self.costs, slices=costs.slices))
 
-    def with_last(self, num_bytes: int) -> MemoryNeeds:
+    def add_to_last_stage(self, num_bytes: int) -> MemoryNeeds:
         """Return the needs with bytes that the last stage's rank takes in addition, for metrics."""
         *others, last = self.workspace
         return replace(self, workspace=[*others, last + num_bytes])
@@ -327,7 +329,7 @@ class MemoryNeeds:
             collectives=collectives,
         )
 
-    def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
+    def needs_by_rank(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""
         activations = peak_memory(plan, self.costs)
         messages = self._messages_of(plan)
@@ -337,7 +339,7 @@ class MemoryNeeds:
         for rank, (peak, sent, offloaded) in enumerate(peaks):
             stages = plan.stages_of(rank)
             others = int(self._workspace_of(stages)), int(sent), int(offloaded)
-            needs = *self._kept_by(stages), int(peak), *others, self._on_host(stages)
+            needs = *self._persistent_bytes(stages), int(peak), *others, self._on_host(stages)
             needs_of_ranks.append(RankNeeds(*needs))
         return needs_of_ranks
 
@@ -357,15 +359,15 @@ class MemoryNeeds:
         )
         return [*map(max, *pairs)]
 
-    def taken_by(self, stages: Sequence[int]) -> float:
+    def bytes_without_activations(self, stages: Sequence[int]) -> float:
         """Return the bytes of some stages without activations and messages."""
-        return sum(self._kept_by(stages)) + self._workspace_of(stages)
+        return sum(self._persistent_bytes(stages)) + self._workspace_of(stages)
 
-    def least_of_any(self, num_ranks: int) -> float:
+    def least_rank_bytes(self, num_ranks: int) -> float:
         """Return the bytes without activations that one of ``num_ranks`` ranks has at least."""
         owned = self._tensors_of(range(len(self.owned))).values()
         parameters, gradients, states = (sum(s) for s in zip((0, 0, 0), *owned, strict=True))
-        on_device = 0.0 if self.is_on_host else states / self.num_sharing
+        on_device = 0.0 if self.has_host_optimizer else states / self.num_optimizer_shards
         return (parameters + gradients + on_device) / num_ranks
 
     def _workspace_of(self, stages: Sequence[int]) -> float:
@@ -375,7 +377,7 @@ class MemoryNeeds:
         """Return the bytes of each stage's gradients."""
         return [sum(gradient for _, gradient, _ in stage.values()) for stage in self.owned]
 
-    def step_bytes(self) -> list[float]:
+    def step_traffic(self) -> list[float]:
         """Return what the host's memory moves of each stage in one step of its optimizer.
 
         It reads gradients, reads and writes what it steps and keeps, and writes weights: 28 bytes
@@ -386,20 +388,22 @@ class MemoryNeeds:
         for stage in self.owned:
             trained = [sizes for sizes in stage.values() if sizes[1]]
             moved = (g + 2 * states + (w if has_masters else 2 * w) for w, g, states in trained)
-            bytes_of_stages.append(sum(moved) / self.num_sharing)
+            bytes_of_stages.append(sum(moved) / self.num_optimizer_shards)
         return bytes_of_stages
 
-    def copied(self, plan: Schedule) -> list[tuple[int, int]]:
+    def snapshot_bytes(self, plan: Schedule) -> list[tuple[int, int]]:
         """Return the bytes of each rank's snapshot that may be on its device, and all others."""
         bytes_of_ranks = []
         for rank in range(plan.num_ranks):
             _, trained, states = self._owned_by(plan.stages_of(rank))
             stepped = 0 if self._has_masters else trained
-            bytes_of_ranks.append((stepped, states) if self.is_on_host else (stepped + states, 0))
+            bytes_of_ranks.append(
+                (stepped, states) if self.has_host_optimizer else (stepped + states, 0)
+            )
         return bytes_of_ranks
 
     @property
-    def is_on_host(self) -> bool:
+    def has_host_optimizer(self) -> bool:
         """Whether the optimizer steps on the host."""
         return self.stand_ins is not None and self.stand_ins.on_host
 
@@ -410,11 +414,11 @@ class MemoryNeeds:
     def _size_of(self, send: Action) -> int:
         return self.sent[send.kind][send.stage]
 
-    def _kept_by(self, stages: Sequence[int]) -> list[int]:
+    def _persistent_bytes(self, stages: Sequence[int]) -> list[int]:
         """Sum parameters, gradients and states; of shared tensors only gradients count twice."""
         parameters, _, states = self._owned_by(stages)
         gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
-        return [parameters, sum(gradients), 0 if self.is_on_host else states]
+        return [parameters, sum(gradients), 0 if self.has_host_optimizer else states]
 
     def _on_host(self, stages: Sequence[int]) -> int:
         """Return the bytes that the optimizer takes there."""
@@ -436,15 +440,17 @@ class MemoryNeeds:
     def _largest_share(self, owned: Sequence[tuple[int, int, int]]) -> int:
         """Return the states of the replica that has most of them, as replicas share them out."""
         with_states = [sizes for sizes in owned if sizes[2]]
-        owners = share_out([size for size, _, _ in with_states], [0] * self.num_sharing)
-        shares = [0] * self.num_sharing
+        owners = assign_owners(
+            [size for size, _, _ in with_states], [0] * self.num_optimizer_shards
+        )
+        shares = [0] * self.num_optimizer_shards
         for owner, (weight, gradient, states) in zip(owners, with_states, strict=True):
             shares[owner] += states + self._cast_bytes(weight, gradient)
         return max(shares)
 
     def _cast_bytes(self, weight: int, gradient: int) -> int:
         """Return the bytes of a gradient in float32, if a step on the device casts all at once."""
-        if self.is_on_host or not self._has_masters or gradient > weight:
+        if self.has_host_optimizer or not self._has_masters or gradient > weight:
             return 0
         assert self.stand_ins is not None
         return 0 if self.stand_ins.by_bucket else 2 * gradient
@@ -463,7 +469,7 @@ def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:
     return join_measurements([{**asdict(rank), **both} for rank, both in pairs])
 
 
-def add_step_copies(
+def add_snapshot_bytes(
     memory: dict[str, list[int]], copied: Sequence[tuple[int, int]], room: float
 ) -> None:
     """Add the optimizer snapshot to the needs of ranks, as of :func:`describe_needs`.

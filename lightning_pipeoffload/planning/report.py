@@ -27,7 +27,7 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     bytes_text,
     copy_ratios,
-    free_share,
+    hideable_copy_share,
     seconds_text,
     share_text,
 )
@@ -38,7 +38,7 @@ _NUM_COLUMNS = 80  # of the text that other handlers get
 _NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these
 
 
-def predict(
+def predict_figures(
     plan: Schedule, pipeline: Pipeline, measured: Costs | None, has_barrier: bool
 ) -> dict[str, Any]:
     """Return the predicted figures of a lowered plan.
@@ -53,7 +53,9 @@ def predict(
     costs = measured or pipeline.cut.costs
     step = PlannedStep(plan, costs, has_barrier)
     timeline = step.timeline
-    work = [sum(kinds) for kinds in zip(*costs.compute(plan.num_stages).values(), strict=True)]
+    work = [
+        sum(kinds) for kinds in zip(*costs.seconds_by_kind(plan.num_stages).values(), strict=True)
+    ]
     total = sum(work) or 1.0
     return {
         "schedule": plan.name,
@@ -78,7 +80,7 @@ def predict(
         "peak_memory": list(timeline.peak_memory),
         "peak_host_memory": list(timeline.peak_host_memory),
         "k": list(copy_ratios(costs, plan.num_stages)) if measured else None,
-        "free_share": free_share(costs, plan.num_stages) if measured else None,
+        "free_share": hideable_copy_share(costs, plan.num_stages) if measured else None,
     }
 
 
@@ -99,7 +101,7 @@ def measure(executor: Executor, weight_flops: int, remote_bytes: int) -> dict[st
     return {
         "step_seconds": executor.timer.step_seconds(),
         "bubble": executor.timer.idle_share(),
-        "between_steps": executor.timer.between_share(),
+        "between_steps": executor.timer.boundary_share(),
         "peak_activation_bytes": ledger.peak_device_bytes,
         "offloaded_bytes": ledger.offloaded_bytes,
         "peak_host_bytes": ledger.peak_host_bytes,
@@ -166,10 +168,10 @@ class Progress:
         """Return one that prints on the rank that reports, if the trainer has a progress bar."""
         trainer: Any = pipeline.module.trainer
         has_bar = getattr(trainer, "progress_bar_callback", None) is not None
-        return cls(pipeline.group.reports and has_bar)
+        return cls(pipeline.group.is_global_zero and has_bar)
 
     @contextmanager
-    def during(self, text: str) -> Iterator[None]:
+    def print_if_slow(self, text: str) -> Iterator[None]:
         """Print a line once what runs inside has taken more than two seconds."""
         timer = threading.Timer(_SECONDS_SILENT, print_line, (f"{text} ...",))
         timer.daemon = True
@@ -241,7 +243,7 @@ def print_prediction(report: dict[str, Any]) -> None:
     for column in ("stage", "rank", "blocks", "parameters", f"peak memory{unit}"):
         table.add_column(column, justify="left" if column == "blocks" else "right")
     for index, stage in enumerate(report["stages"]):
-        blocks, peak = span_of(stage["blocks"]), report["peak_memory"][stage["rank"]]
+        blocks, peak = block_range_text(stage["blocks"]), report["peak_memory"][stage["rank"]]
         memory = bytes_text(peak) if is_measured else f"{peak:.1f}"
         parameters = f"{stage['num_parameters']:,}"
         table.add_row(str(index), str(stage["rank"]), blocks, parameters, memory)
@@ -272,7 +274,7 @@ def _device_text(rank: int, device: Mapping[str, Any]) -> str:
     return f"rank {rank} is on device {device['device']} ({', '.join(parts)})"
 
 
-def print_reads(reads: Sequence[dict[str, str]]) -> None:
+def print_host_syncs(reads: Sequence[dict[str, str]]) -> None:
     """Print the lines of a step that read values of the device."""
     for read in reads:
         _print(escape(f"The host waits for the device {read['part']}: {read['line']}"))
@@ -288,7 +290,7 @@ def _prediction(report: dict[str, Any], is_measured: bool) -> str:
     )
 
 
-def span_of(names: Sequence[str]) -> str:
+def block_range_text(names: Sequence[str]) -> str:
     """Name a stage's first and last block, and their container once if it is the same."""
     if not names:
         return "after the blocks"
@@ -392,8 +394,8 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
         rates += f", {report['tokens_per_second']:,.0f} tokens/s"
     _print(
         f"Measured: {_headline(report)}: {rates}, a step "
-        f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
-        f"took at most {bytes_text(peak_bytes[rank])}, on rank {rank}; "
+        f"every {seconds_text(max(measured['step_seconds']))}. {_explain_bubble(report, planned)} "
+        f"Activations took at most {bytes_text(peak_bytes[rank])}, on rank {rank}; "
         f"planned were {bytes_text(peaks[rank])}."
     )
     table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
@@ -413,7 +415,7 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
     _print("", table, level=logging.DEBUG)
 
 
-def _why(report: dict[str, Any], planned: float) -> str:
+def _explain_bubble(report: dict[str, Any], planned: float) -> str:
     """Say what the measured bubble consists of, in shares of the time that a step takes."""
     bubble, between = (mean(report["measured"][name]) for name in ("bubble", "between_steps"))
     by_plan = (1 - bubble) * planned / (1 - planned) if planned < 1 else 0.0

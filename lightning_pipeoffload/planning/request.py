@@ -14,20 +14,20 @@ from typing import Any
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     Costs,
-    Option,
+    PlanOption,
     PlanRequest,
     Recipe,
     Schedule,
     ScheduleError,
     bytes_text,
     check_slices,
+    device_indices,
     options,
-    places_of,
 )
 
 
 @dataclass(frozen=True)
-class Work:
+class PlannedWork:
     """A step of a pipeline: by costs that are given, by a model's shapes, or as measured.
 
     Attributes:
@@ -40,19 +40,19 @@ class Work:
     """
 
     num_ranks: int
-    costs_of: Callable[[Option], Costs]
-    memory_without_activations: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
-    has_barrier: Callable[[Option], bool] = lambda option: False
+    costs_of: Callable[[PlanOption], Costs]
+    memory_without_activations: Callable[[PlanOption], float | Sequence[float]] = lambda option: 0.0
+    has_barrier: Callable[[PlanOption], bool] = lambda option: False
     steps_early: bool = False
 
 
 @dataclass(frozen=True)
-class Machines:
+class PlanLimits:
     """The memory that a plan has to keep.
 
     Attributes:
         memory: The most memory of a rank, in the unit of the costs, or that of the device at each
-            place of the pipeline (see :func:`.places_of`); None: any.
+            place of the pipeline (see :func:`.device_indices`); None: any.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
         host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
@@ -71,7 +71,7 @@ class Machines:
         """The most memory of any rank; None: any."""
         return max(self.memory) if isinstance(self.memory, Sequence) else self.memory
 
-    def missing(self, places: Sequence[int]) -> Sequence[float]:
+    def memory_deficits(self, places: Sequence[int]) -> Sequence[float]:
         """Return what each rank has less than the largest, by its place; (): all have as much."""
         if not isinstance(self.memory, Sequence) or len({*self.memory}) == 1:
             return ()
@@ -83,7 +83,7 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class PlannerOptions:
     """What is given of a plan; the planner finds the rest.
 
     Attributes:
@@ -93,13 +93,15 @@ class Fixed:
         builder_options: Other options of the builders.
     """
 
-    options: Sequence[Option]
+    options: Sequence[PlanOption]
     offload: str | float = "auto"
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> PlanRequest:
+def fill_request(
+    work: PlannedWork, machines: PlanLimits, fixed: PlannerOptions, **how: Any
+) -> PlanRequest:
     """Return the request.
 
     Args:
@@ -109,16 +111,19 @@ def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> Pl
         **how: How to look for the plan: other attributes of :class:`PlanRequest`.
     """
 
-    def places(option: Option) -> list[int]:
-        return places_of(
+    def places(option: PlanOption) -> list[int]:
+        return device_indices(
             fixed.recipes[option.schedule].placement(work.num_ranks, option.num_chunks)
         )
 
-    def memory_without_activations(option: Option) -> float | Sequence[float]:
-        memory, missing = work.memory_without_activations(option), machines.missing(places(option))
+    def memory_without_activations(option: PlanOption) -> float | Sequence[float]:
+        memory, memory_deficits = (
+            work.memory_without_activations(option),
+            machines.memory_deficits(places(option)),
+        )
         if isinstance(memory, Sequence):
-            return [*map(add, memory, missing or [0.0] * len(memory))]
-        return [memory + less for less in missing] or memory
+            return [*map(add, memory, memory_deficits or [0.0] * len(memory))]
+        return [memory + less for less in memory_deficits] or memory
 
     return PlanRequest(
         work.num_ranks,
@@ -146,7 +151,7 @@ def options_of(
     recompute: Sequence[str] = ("none",),
     head_weight_grad: Sequence[str] = ("W",),
     num_sequence_slices: int = 1,
-) -> list[Option]:
+) -> list[PlanOption]:
     """Return the options of a schedule, or with "auto" of all families.
 
     Args:

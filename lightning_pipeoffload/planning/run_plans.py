@@ -14,28 +14,33 @@ from math import inf
 from typing import Any
 
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
-from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request
+from lightning_pipeoffload.planning.request import (
+    PlanLimits,
+    PlannedWork,
+    PlannerOptions,
+    fill_request,
+)
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     UNMEASURED,
     Costs,
-    HostShortageError,
+    HostMemoryLimitError,
     Job,
     MemoryLimitError,
     OffloadReport,
-    Option,
     Plan,
+    PlanOption,
     PlanRequest,
     RankLimits,
     Schedule,
     ScheduleError,
-    accept,
+    check_schedule,
+    device_indices,
     make_plan,
     offload_activations,
-    one_at_a_time,
-    places_of,
+    serialize_microbatches,
     split_fused_backward,
 )
 
@@ -54,14 +59,14 @@ def first_plan(
     if settings.offload not in ("auto", "none"):
         return offload_activations(schedule, UNMEASURED, settings.offload)
     if settings.is_limited(on_accelerator) and not schedule.has_copies:
-        return one_at_a_time(schedule), None
+        return serialize_microbatches(schedule), None
     return schedule, None
 
 
 def request_for(
     settings: PipelineSettings,
-    work: Work,
-    options: Sequence[Option],
+    work: PlannedWork,
+    options: Sequence[PlanOption],
     limits: MachineLimits = _NO_LIMITS,
     must_fit: bool = False,
     show: Callable[[str], None] = lambda text: None,
@@ -80,20 +85,20 @@ def request_for(
         show: Called with what is being done.
     """
     own = limits.devices if settings.offload == "auto" else None
-    machines = Machines(
-        settings.limits_on(work.num_ranks, own),
+    machines = PlanLimits(
+        settings.device_limits(work.num_ranks, own),
         must_fit or settings.memory_limit is not None,
-        limits.shortage,
+        limits.host_shortage,
         bytes_writer(settings.memory_limit),
         limits.names,
     )
-    fixed = Fixed(options, settings.offload, {**FAMILIES, **settings.own_recipe})
+    fixed = PlannerOptions(options, settings.offload, {**FAMILIES, **settings.user_recipe})
     return fill_request(work, machines, fixed, omits_above=inf, show=show)
 
 
 def request_by_name(
     settings: PipelineSettings,
-    work: Work,
+    work: PlannedWork,
     num_microbatches: int,
     limits: MachineLimits = _NO_LIMITS,
 ) -> PlanRequest:
@@ -112,7 +117,7 @@ def plan_of(request: PlanRequest) -> Plan:
         return make_plan(request)
     except MemoryLimitError as error:
         raise ScheduleError(error.message(request.write_memory)) from None
-    except HostShortageError as error:
+    except HostMemoryLimitError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "
             f'with offload=auto, raise memory_limit, or use recompute="cheap"'
@@ -129,9 +134,9 @@ def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
         ScheduleError: As by :func:`plan_of`, on every rank.
     """
     if len(request.options) > 1:
-        return plan_of(replace(request, share=partial(_share, group)))
+        return plan_of(replace(request, share=partial(_distribute_jobs, group)))
     plan, error = None, ""
-    if group.reports:
+    if group.is_global_zero:
         try:
             plan = plan_of(request)
         except ScheduleError as refused:
@@ -142,7 +147,9 @@ def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
     return plan or sent
 
 
-def _share(group: PipelineGroup, jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
+def _distribute_jobs(
+    group: PipelineGroup, jobs: Sequence[Job], lean: Callable[[Any], Any]
+) -> list[Any]:
     if not jobs:
         return []
     num_processes, process = group.world.num_processes, group.global_rank
@@ -159,20 +166,24 @@ def keeps_limits(
     of_ranks = rank_limits(settings, limits, schedule.placement)
     try:
         if of_ranks is None:
-            accept(split_fused_backward(schedule), costs)
+            check_schedule(split_fused_backward(schedule), costs)
         else:
-            accept(split_fused_backward(schedule), of_ranks.count(costs), of_ranks.largest)
+            check_schedule(
+                split_fused_backward(schedule),
+                of_ranks.scale_to_common_limit(costs),
+                of_ranks.common_limit,
+            )
     except ScheduleError:
         return False
-    return not limits.shortage(schedule, costs)
+    return not limits.host_shortage(schedule, costs)
 
 
 def rank_limits(
     settings: PipelineSettings, limits: MachineLimits, placement: Sequence[int]
 ) -> RankLimits | None:
     """Return the memory limit of each rank of a plan; None: there is none."""
-    places = places_of(placement)
-    of_places = settings.limits_on(len(places), limits.devices)
+    places = device_indices(placement)
+    of_places = settings.device_limits(len(places), limits.devices)
     if of_places is None:
         return None
     return RankLimits((*(of_places[place] for place in places),), (*placement,))

@@ -26,14 +26,14 @@ from lightning_pipeoffload.schedule import (
     FAMILIES,
     FINAL,
     TRANSFERS,
-    Option,
+    PlanOption,
     Recipe,
     Schedule,
     ScheduleError,
-    accept,
-    build_by,
+    build_from_recipe,
     check_name,
-    offload_share,
+    check_schedule,
+    parse_offload_amount,
 )
 from lightning_pipeoffload.schedule.solver import check_solver, check_solver_seconds
 
@@ -121,12 +121,12 @@ class PipelineSettings:
         for name in ("memory_limit", "host_memory_limit"):
             self._check_limit(name)
         if self.offload != "auto":
-            offload_share(self.offload)
+            parse_offload_amount(self.offload)
         if _is_name(self.schedule) and self.schedule != "auto":
             check_name(str(self.schedule), "auto", "the path of a .csv file")
         check_compile(self.compile)
         check_solver_seconds(self.solver_seconds)
-        if self.is_solved:
+        if self.uses_solver:
             check_solver()
             if self.offload != "auto":
                 raise ValueError(
@@ -191,7 +191,7 @@ class PipelineSettings:
         slices = self.num_sequence_slices
         is_count = _is_int(slices) and slices >= 1
         _require(is_count, "num_sequence_slices", "a positive int", slices)
-        if slices > 1 and self.is_solved:
+        if slices > 1 and self.uses_solver:
             raise ValueError(
                 f"num_sequence_slices={slices} is not planned by a solver; leave out "
                 f"schedule='optpipe', as schedule='auto' chooses among seq_1f1b, seq_zb and seq_v"
@@ -238,12 +238,12 @@ class PipelineSettings:
         _require(is_folder, "plan_cache", "the path of a folder, or None", self.plan_cache)
 
     @property
-    def is_chosen(self) -> bool:
+    def chooses_schedule(self) -> bool:
         """Whether the first batch decides which schedule is taken."""
         return self.schedule in ("auto", "optpipe")
 
     @property
-    def is_solved(self) -> bool:
+    def uses_solver(self) -> bool:
         """Whether a solver improves the plan while it is in use."""
         return self.schedule == "optpipe"
 
@@ -264,7 +264,7 @@ class PipelineSettings:
         """Return the number of pipelines; refusals as above."""
         return self._sizes(world_size)[0]
 
-    def num_sharing(self, num_replicas: int) -> int:
+    def num_optimizer_shards(self, num_replicas: int) -> int:
         """Return how many replicas share out the optimizer's state; 1: each has all of it."""
         return num_replicas if self.sharding == "optimizer" else 1
 
@@ -298,14 +298,14 @@ class PipelineSettings:
             self.split,
             self.recompute,
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
-            group.replicas.first,
+            group.replicas.broadcast_object,
             self.compile,
             self._fuses(group),
             self.derive_lengths,
-            self.heads_to_try[0],
+            self.head_weight_grad_choices[0],
             self.num_sequence_slices,
-            group.devices.slowness_of(group.stage_ranks),
-            group.devices.memory_of(group.stage_ranks),
+            group.devices.slowness_per_stage(group.stage_ranks),
+            group.devices.memory_per_stage(group.stage_ranks),
         )
 
     def may_fuse(self, device: torch.device) -> bool:
@@ -317,12 +317,12 @@ class PipelineSettings:
         if self.gradient_accumulation_fusion is False:
             return False
         can = group.world.agree(self.may_fuse(group.device), unanimous=True)
-        if self.gradient_accumulation_fusion is True and not can and group.reports:
+        if self.gradient_accumulation_fusion is True and not can and group.is_global_zero:
             warn_once(_NO_FUSION)
         return can
 
     @property
-    def heads_to_try(self) -> tuple[str, ...]:
+    def head_weight_grad_choices(self) -> tuple[str, ...]:
         """The values of ``head_weight_grad`` to plan by under a memory limit; else the first."""
         return ("W", "B") if self.head_weight_grad == "auto" else (self.head_weight_grad,)
 
@@ -332,7 +332,7 @@ class PipelineSettings:
         limits = parse_limits(self.memory_limit, "memory_limit", 1)
         return None if limits is None else min(limits)
 
-    def limits_on(
+    def device_limits(
         self, num_ranks: int, devices: Sequence[float] | None = None
     ) -> Sequence[float] | None:
         """Return the memory limit of the device at each place of a pipeline; None: any.
@@ -370,20 +370,26 @@ class PipelineSettings:
         """Whether the limit is the memory that the devices have left."""
         return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
-    def plans_memory(self, on_accelerator: bool) -> bool:
+    def may_offload(self, on_accelerator: bool) -> bool:
         """Whether activations may be offloaded, for a limit or because that is asked for."""
         return self.is_limited(on_accelerator) or self.offload not in ("auto", "none")
 
-    def option(self, num_microbatches: int) -> Option:
+    def option(self, num_microbatches: int) -> PlanOption:
         """Return the schedule that was named, or the default until one is chosen."""
         name, recipe = self._recipe
         is_asked = _is_name(self.schedule) and isinstance(self.num_chunks, int)
         num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
-        choice = name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0]
-        return Option(*choice, self.num_sequence_slices if _is_name(self.schedule) else 1)
+        choice = (
+            name,
+            num_chunks,
+            num_microbatches,
+            self.recompute,
+            self.head_weight_grad_choices[0],
+        )
+        return PlanOption(*choice, self.num_sequence_slices if _is_name(self.schedule) else 1)
 
     @property
-    def own_recipe(self) -> dict[str, Recipe]:
+    def user_recipe(self) -> dict[str, Recipe]:
         """The recipe of a schedule that was given and not named; empty: it was named."""
         return {} if _is_name(self.schedule) else dict([self._recipe])
 
@@ -397,7 +403,7 @@ class PipelineSettings:
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks
         num_slices, recipe = option.num_sequence_slices, self._recipe[1]
-        schedule = build_by(recipe, option.schedule, sizes, num_sequence_slices=num_slices)
+        schedule = build_from_recipe(recipe, option.schedule, sizes, num_sequence_slices=num_slices)
         if schedule.num_sequence_slices != self.num_sequence_slices:
             raise ScheduleError(
                 f"schedule {schedule.name} has {schedule.num_sequence_slices} slices of each "
@@ -495,7 +501,7 @@ class PipelineSettings:
     def _recipe(self) -> tuple[str, Recipe]:
         """The schedule's name, and how it is built."""
         if _is_name(self.schedule):
-            name = self.default_schedule if self.is_chosen else str(self.schedule)
+            name = self.default_schedule if self.chooses_schedule else str(self.schedule)
             return name, FAMILIES[name]
         schedule = self._fixed_schedule()
         if schedule is not None:
@@ -603,7 +609,7 @@ def _checked(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Sched
             f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
             f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
         )
-    accept(schedule)
+    check_schedule(schedule)
     if schedule.is_forward_only:
         raise ScheduleError(
             f"schedule {schedule.name} has no backward, and trains nothing; give each stage BW, or "

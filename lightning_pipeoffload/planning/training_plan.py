@@ -15,12 +15,12 @@ from lightning_pipeoffload.schedule import (
     OffloadReport,
     Schedule,
     add_final_actions,
+    add_final_actions_by_cost,
     forward_only,
     keep_microbatches,
     lower,
-    one_at_a_time,
+    serialize_microbatches,
     steady_period,
-    with_final_actions,
 )
 
 # A change of plan synchronizes the ranks, so it must gain this share of the period.
@@ -50,7 +50,7 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentPlan:
     """The plan in use, and what it was made by; another one replaces it as a whole.
 
     Attributes:
@@ -99,7 +99,7 @@ class TrainingPlan:
         has_barrier: Callable[[], bool] = lambda: False,
         final_kind: Callable[[], Kind | None] = lambda: None,
     ) -> None:
-        self.current = Current(settings, settings.provisional_schedule(num_ranks))
+        self.current = CurrentPlan(settings, settings.provisional_schedule(num_ranks))
         self._executor = executor
         self._on_accelerator = on_accelerator
         self.is_cold = False
@@ -120,7 +120,7 @@ class TrainingPlan:
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, with a barrier where this run has one."""
-        plan = with_final_actions(schedule, costs, self.steps_early)
+        plan = add_final_actions_by_cost(schedule, costs, self.steps_early)
         return steady_period(plan, costs, self.has_barrier())
 
     @property
@@ -131,13 +131,13 @@ class TrainingPlan:
     @property
     def may_copy(self) -> bool:
         """Whether activations go to the host, or may once costs are known."""
-        return self.current.settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
+        return self.current.settings.may_offload(self._on_accelerator) or self.schedule.has_copies
 
-    def of_evaluation(self, num_microbatches: int) -> Schedule:
+    def lower_for_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of ``num_microbatches`` microbatches."""
         return self._lowered(self._order, num_microbatches, 1, training=False)
 
-    def of_training(self, num_microbatches: int, num_slices: int, steps: bool) -> Schedule:
+    def lower_for_training(self, num_microbatches: int, num_slices: int, steps: bool) -> Schedule:
         """Return the lowered plan of a batch.
 
         Args:
@@ -158,13 +158,15 @@ class TrainingPlan:
 
     @property
     def _order(self) -> Schedule:
-        return one_at_a_time(self.schedule) if self.is_cold else self.schedule
+        return serialize_microbatches(self.schedule) if self.is_cold else self.schedule
 
-    def replace(self, current: Current) -> None:
+    def replace(self, current: CurrentPlan) -> None:
         """Run by another plan from now on; called between two steps."""
         self.current = current
 
-    def expect(self, shapes_are_new: bool, estimate: Costs, has_fewer_slices: bool = False) -> None:
+    def prepare_for_batch(
+        self, shapes_are_new: bool, estimate: Costs, has_fewer_slices: bool = False
+    ) -> None:
         """Prepare for a batch, before it runs.
 
         Args:
@@ -173,16 +175,16 @@ class TrainingPlan:
             has_fewer_slices: Whether its microbatches have fewer slices than the schedule.
         """
         self.is_cold = shapes_are_new and self._on_accelerator
-        self._executor.memory.measure_all(self.is_cold)
+        self._executor.memory.set_measure_all(self.is_cold)
         current = self.current
         costs = current.costs or estimate
         if has_fewer_slices:
             costs = replace(costs, slices=None)
-        self._executor.plan_messages(current.schedule, costs)
+        self._executor.set_message_limits(current.schedule, costs)
         # A larger microbatch may break the limit: what each of these keeps is measured.
         is_measured = shapes_are_new and current.settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():
-            stage.measure_all(is_measured)
+            stage.set_measure_all(is_measured)
 
 
 def _lower(

@@ -1,6 +1,6 @@
 """The processes of a pipeline: started, connected, watched, and stopped together."""
 
-from .failure import say
+from .failure import print_error_line
 from .joint_strategy import JointStrategy
 from .pipeline_processes import PipelineProcesses
 from .processes import Processes

@@ -103,7 +103,7 @@ def first_line(exception: BaseException) -> str:
     return f"{lines[0]} {lines[-1]}" if from_worker else lines[0]
 
 
-def status_after(exception: BaseException, has_trained: bool) -> int:
+def exit_status(exception: BaseException, has_trained: bool) -> int:
     """Return the exit status of a rank at fault, which is never 0.
 
     A ValueError is a refusal before the first step; a ScheduleError is one at any time.
@@ -150,7 +150,7 @@ def polls(seconds: float) -> Iterator[None]:
         time.sleep(POLL_SECONDS)
 
 
-def say(line: str) -> None:
+def print_error_line(line: str) -> None:
     """Write one line to standard error.
 
     Never raises: the line may have no reader any more. A reader that stands still is waited for
@@ -159,8 +159,8 @@ def say(line: str) -> None:
     _write_in_thread(lambda: sys.stderr.write(f"[pipeoffload] {line}\n"))
 
 
-def show(exception: BaseException) -> None:
-    """Write an exception's traceback to standard error, as :func:`say` writes a line."""
+def print_traceback(exception: BaseException) -> None:
+    """Write the traceback of an exception to standard error, in a thread of its own."""
     _write_in_thread(lambda: traceback.print_exception(exception))
 
 
@@ -184,7 +184,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
             pass
         # Python sets last_value when it has printed the traceback at the end of a script.
         if getattr(sys, "last_value", None) is not exception:
-            show(exception)
+            print_traceback(exception)
         os._exit(status)
 
     threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()
@@ -208,4 +208,4 @@ class _LineHook:
         if line is None:
             self._plain(kind, exception, trace)
         else:
-            say(line)
+            print_error_line(line)

@@ -56,13 +56,13 @@ from lightning_pipeoffload.processes.failure import (
     describe,
     exit_soon,
     polls,
+    print_error_line,
+    print_traceback,
     replace_traceback,
-    say,
     says_connection_ended,
-    show,
 )
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
-from lightning_pipeoffload.processes.next_machine import NextMachine
+from lightning_pipeoffload.processes.next_machine import NextMachineConnection
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class FailureBoard:
         timeout: timedelta | None = None,
     ) -> None:
         self._store: Store | None = None
-        self._next_machine: NextMachine | None = None
+        self._next_machine: NextMachineConnection | None = None
         self._describe_rank: Callable[[int], str] = lambda global_rank: ""
         self._added_polls: tuple[Callable[[Store], str | None], ...] = ()
         self._global_rank = global_rank
@@ -132,10 +132,12 @@ class FailureBoard:
         """
         self._describe_rank = describe_rank or self._describe_rank
         following = self._launched.first_of_next_machine(self._world_size)
-        self._next_machine = NextMachine(store, self._global_rank, following)
+        self._next_machine = NextMachineConnection(store, self._global_rank, following)
         self._store = store
         if self._global_rank != 0:
-            threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
+            threading.Thread(
+                target=self._exit_on_store_timeout, name="failure-guard", daemon=True
+            ).start()
 
     def add_poll(self, poll: Callable[[Store], str | None]) -> None:
         """Call ``poll`` in the thread when it reads the store, before a failure.
@@ -159,7 +161,7 @@ class FailureBoard:
         """
         return self._run_in_thread(lambda: self._report(exception, action, status))
 
-    def fail(self, exception: BaseException, doing: str) -> None:
+    def report_thread_failure(self, exception: BaseException, doing: str) -> None:
         """End the run because another thread of this rank has failed while ``doing`` something."""
         self._run_in_thread(lambda: self._fail(exception, doing))
 
@@ -218,7 +220,7 @@ class FailureBoard:
             if self._store is None and time.monotonic() > late_at:
                 late_at = float("inf")
                 address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                say(
+                print_error_line(
                     f"{self._name} still waits for all {self._world_size} ranks to connect to "
                     f"{address}; are they all started?"
                 )
@@ -271,7 +273,7 @@ class FailureBoard:
             return failure
         return Failure.decode(self._store.compare_set("failure", "", failure.encode()))
 
-    def _guard(self) -> None:
+    def _exit_on_store_timeout(self) -> None:
         """Exit when a poll of the store takes as long as the timeout; runs in another thread."""
         num_waits, seen = 0, -1
         while not self._is_over.wait(POLL_SECONDS):
@@ -279,7 +281,9 @@ class FailureBoard:
             seen = self._num_polls
             if num_waits * POLL_SECONDS > self._timeout.total_seconds():
                 self._launched.kill_launcher()
-                say(f"{self._name} stops because of global rank 0, which does not answer")
+                print_error_line(
+                    f"{self._name} stops because of global rank 0, which does not answer"
+                )
                 os._exit(1)
 
     # Tasks of the thread: this rank has failed
@@ -294,9 +298,9 @@ class FailureBoard:
                     failure = self._announce(failure)
             finally:
                 if action:
-                    say(f"{self._name} failed in {action}")
+                    print_error_line(f"{self._name} failed in {action}")
             if isinstance(exception, Exception) and self._all_raise(error):
-                self._go_on(exception, failure)
+                self._propagate_common_error(exception, failure)
                 return True
             origin, _, reported = failure.cause.partition(": ")
             if reported == cause and origin != self._name:
@@ -304,10 +308,10 @@ class FailureBoard:
             # Neither prints anything by itself; of ranks that are not connected, one is enough.
             is_first = self._store is not None or self._global_rank == 0
             if isinstance(exception, SystemExit) or (failure.is_interrupt and is_first):
-                say(f"{self._name} stops: {cause}")
-            self._write("seen")
+                print_error_line(f"{self._name} stops: {cause}")
+            self._acknowledge("seen")
             self._wait_until_seen(failure)
-            self._write("done")
+            self._acknowledge("done")
         exit_soon(exception, status)
         return False
 
@@ -315,7 +319,7 @@ class FailureBoard:
     def _saying_if_late(self, cause: str) -> Iterator[None]:
         """Say the cause before it is announced where the store does not answer for seconds."""
         line = f"{self._name} stops: {cause}; global rank 0, which the others would read it from, "
-        timer = threading.Timer(_CAUSE_SECONDS, say, [f"{line}does not answer yet"])
+        timer = threading.Timer(_CAUSE_SECONDS, print_error_line, [f"{line}does not answer yet"])
         timer.daemon = True
         timer.start()
         try:
@@ -353,10 +357,10 @@ class FailureBoard:
                 return True
         return False
 
-    def _go_on(self, exception: Exception, failure: Failure) -> None:
+    def _propagate_common_error(self, exception: Exception, failure: Failure) -> None:
         """Let the exception propagate; if it is not caught, only one rank prints it."""
-        self._write("seen")
-        self._write("done")
+        self._acknowledge("seen")
+        self._acknowledge("done")
         if self._global_rank == 0:  # it may exit at once, and it hosts the store
             self._wait_until_seen(failure)
         if not failure.cause.startswith(f"{self._name}:"):
@@ -367,7 +371,7 @@ class FailureBoard:
             failure = self._announce(Failure(f"{self._name}: {describe(exception)} ({doing})"))
         except dist.DistError:
             failure = _RANK_ZERO_GONE
-        show(exception)
+        print_traceback(exception)
         self._exit(failure)
 
     # Tasks of the thread: another rank has failed
@@ -397,7 +401,7 @@ class FailureBoard:
                 failure = self._poll()
                 if failure is not None:
                     return failure
-                absent = self._without("present")
+                absent = self._ranks_without("present")
                 is_late = number * POLL_SECONDS >= _OWN_ERROR_SECONDS + turn
                 if absent and is_late and says_connection_ended(suspicion):
                     break
@@ -411,15 +415,15 @@ class FailureBoard:
             self._store = None
         try:
             with self._unless_store_is_gone():
-                self._write("seen")  # first: the reader of standard error may stand still
+                self._acknowledge("seen")  # first: the reader of standard error may stand still
             # After a Ctrl-C the line of the rank that has announced it is enough.
             if not failure.is_interrupt or (failure.is_gone and self._global_rank == 0):
                 cause = failure.cause_with_stage(self._describe_rank)
-                say(f"{self._name} stops because of {cause}")
+                print_error_line(f"{self._name} stops because of {cause}")
             with self._unless_store_is_gone():
                 if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                     self._wait_until_seen(failure)
-                self._write("done")
+                self._acknowledge("done")
         finally:
             # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
             os._exit(failure.status)
@@ -435,7 +439,7 @@ class FailureBoard:
             log.debug("the run's store is gone", exc_info=True)
             self._store = None
 
-    def _write(self, key: str) -> None:
+    def _acknowledge(self, key: str) -> None:
         if self._store is not None:
             self._store.set(f"{key}/{self._global_rank}", "")
 
@@ -451,21 +455,21 @@ class FailureBoard:
         for _ in self._counted_polls(_SEEN_SECONDS):
             if not self._awaited(failure, key):
                 break
-        self._launched.kill(self._without(key))
+        self._launched.kill(self._ranks_without(key))
 
     def _awaited(self, failure: Failure, key: str) -> list[int]:
-        unseen = self._without(key)
+        unseen = self._ranks_without(key)
         alive = [rank for rank in unseen if not self._launched.has_ended(rank)]
         if not failure.is_gone:
             return alive
         assert self._store is not None
         if self._store.check(["roll"]):
-            absent = self._without("present")
+            absent = self._ranks_without("present")
             return [rank for rank in alive if rank not in absent]
         # One of them, on another machine, is gone; it is not known which one.
         return alive[1:] if alive == unseen else alive
 
-    def _without(self, key: str) -> list[int]:
+    def _ranks_without(self, key: str) -> list[int]:
         """Return the other ranks that have not written ``key``/RANK."""
         assert self._store is not None
         return [rank for rank in self._others if not self._store.check([f"{key}/{rank}"])]

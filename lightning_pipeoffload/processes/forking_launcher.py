@@ -70,17 +70,17 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-class ForkableRanks(Protocol):
+class ForkableStrategy(Protocol):
     """What the launcher needs of a strategy."""
 
     def names_to_return(self) -> set[str]:
         """Return the parameters and buffers of which this rank returns the value; collective."""
 
-    def describe_run(self) -> Any:
+    def summarize_run(self) -> Any:
         """Return what the interpreter's strategy shows of the run, on global rank 0."""
 
-    def recall_run(self, described: Any) -> None:
-        """Show what :meth:`describe_run` has returned, in the interpreter."""
+    def restore_run_summary(self, described: Any) -> None:
+        """Show what :meth:`summarize_run` has returned, in the interpreter."""
 
 
 class _Outcome(NamedTuple):
@@ -88,7 +88,7 @@ class _Outcome(NamedTuple):
 
     Attributes:
         result: The entry's own result.
-        described: Of :meth:`ForkableRanks.describe_run`.
+        described: Of :meth:`ForkableStrategy.summarize_run`.
         weights_path: The checkpoint that has the weights; "": each rank returns its own.
         is_tuned: Whether a learning rate finder or the like has ended the fit.
     """
@@ -106,7 +106,7 @@ class TracebackOfRank(Exception):  # noqa: N818 - it is the cause of an error, n
         return f"\n\n{self.args[0]}"
 
 
-class _End(NamedTuple):
+class _RankExit(NamedTuple):
     """How a rank has ended, which its report begins with.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Rank(NamedTuple):
 
     Attributes:
         process: The process.
-        report: Its ``_End``; of global rank 0, if it has raised nothing, its state follows.
+        report: Its ``_RankExit``; of global rank 0, if it has raised nothing, its state follows.
         tensors: Its weights.
     """
 
@@ -154,7 +154,7 @@ class ForkingLauncher(JointLauncher):
         num_processes: int,
         end: Callable[[], None],
         fail: Callable[[BaseException], None],
-        ranks: ForkableRanks,
+        ranks: ForkableStrategy,
     ) -> None:
         super().__init__(environment, num_processes, 1, end, fail)
         self._ranks = ranks
@@ -177,7 +177,7 @@ class ForkingLauncher(JointLauncher):
         try:
             self._refuse(trainer)
             rank_zero_info(_STARTS, self.num_processes)
-            call = _Call(trainer, self._ranks, lambda: function(*args, **kwargs))
+            call = _TrainerCall(trainer, self._ranks, lambda: function(*args, **kwargs))
             if dist.is_initialized():  # by a run of one rank, whose threads are not forked
                 dist.destroy_process_group()
             with ExitStack() as at_end:
@@ -206,7 +206,7 @@ class ForkingLauncher(JointLauncher):
                 f"torch.cuda.get_device_name(), a model loaded with device_map"
             )
 
-    def _fork(self, call: _Call, rank: int, at_end: ExitStack) -> _Rank:
+    def _fork(self, call: _TrainerCall, rank: int, at_end: ExitStack) -> _Rank:
         report: IO[bytes] = at_end.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is
         tensors: IO[bytes] = at_end.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is
         process = multiprocessing.get_context("fork").Process(
@@ -216,16 +216,18 @@ class ForkingLauncher(JointLauncher):
         at_end.callback(_kill, process)
         return _Rank(process, report, tensors)
 
-    def _run_rank(self, call: _Call, rank: int, report: IO[bytes], tensors: IO[bytes]) -> None:
+    def _run_rank(
+        self, call: _TrainerCall, rank: int, report: IO[bytes], tensors: IO[bytes]
+    ) -> None:
         # What the interpreter has may need its threads to end, which are not forked.
         gc.freeze()  # circles that are garbage stay too
-        ProcessGroups.leave_to_parent()
+        ProcessGroups.abandon_inherited()
         self._is_rank = True
         self.started.clear()  # what the interpreter has started is no child of this process
         os.setpgid(0, 0)  # an interrupt comes from the interpreter, and once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _close_listening_sockets()
-        Thread(target=_follow, args=(call.interpreter,), daemon=True).start()
+        Thread(target=_exit_with_parent, args=(call.interpreter,), daemon=True).start()
         os.environ.update(call.environment, LOCAL_RANK=str(rank))
         torch.set_num_threads(1)  # no thread but this one is forked, of those that share its work
         with _without_output() if rank else nullcontext():
@@ -238,21 +240,21 @@ class ForkingLauncher(JointLauncher):
         self._muted_hooks = [WrappedHook(each, "on_exception", _do_nothing) for each in owners]
 
     @override
-    def exit_for_interrupt(self) -> BaseException:
+    def interrupt_exception(self) -> BaseException:
         """Return the exception that ends the call of an interrupted trainer."""
         if self._is_rank:
-            return super().exit_for_interrupt()
+            return super().interrupt_exception()
         signal.signal(signal.SIGINT, self._plain_handler)  # Lightning has it ignored
         return KeyboardInterrupt()
 
     @override
-    def end_exception(self) -> None:
+    def restore_exception_hooks(self) -> None:
         for hook in self._muted_hooks:
             hook.remove()
         self._muted_hooks = []
 
 
-class _Call:
+class _TrainerCall:
     """One call of the trainer: what runs in each rank, and what comes back.
 
     Args:
@@ -261,7 +263,9 @@ class _Call:
         function: What the trainer has called the launcher with.
     """
 
-    def __init__(self, trainer: Trainer, ranks: ForkableRanks, function: Callable[[], Any]) -> None:
+    def __init__(
+        self, trainer: Trainer, ranks: ForkableStrategy, function: Callable[[], Any]
+    ) -> None:
         self._trainer, self._ranks, self._function = trainer, ranks, function
         self._module: LightningModule = trainer.lightning_module
         self.trains = trainer.state.fn == TrainerFn.FITTING
@@ -281,9 +285,9 @@ class _Call:
                 self._state.begin()
             result = _call_and_handle_interrupt(self._trainer, self._function)
             weights_path = self._write_weights(tensors) if self.trains else ""
-            pickle.dump(_End(), report)
+            pickle.dump(_RankExit(), report)
             if rank == 0:
-                described = self._ranks.describe_run()
+                described = self._ranks.summarize_run()
                 outcome = _Outcome(result, described, weights_path, launcher.is_tuned)
                 self._state.dump(outcome, report)
         except BaseException as error:
@@ -327,7 +331,7 @@ class _Call:
         if lost is not None:
             raise RuntimeError(f"{lost.name} {_describe_end(lost)}")
         outcome: _Outcome = self._state.load(ranks[0].report)
-        self._ranks.recall_run(outcome.described)
+        self._ranks.restore_run_summary(outcome.described)
         if self._state.left_out:
             rank_zero_warn(_LEFT_OUT.format(", ".join(self._state.left_out)))
         if outcome.weights_path:
@@ -342,7 +346,7 @@ class _Call:
 # In a rank
 
 
-def _follow(interpreter: int) -> None:
+def _exit_with_parent(interpreter: int) -> None:
     while os.getppid() == interpreter:
         time.sleep(POLL_SECONDS)
     os._exit(1)
@@ -392,13 +396,13 @@ def _handlers() -> Iterator[logging.Handler]:
         yield from getattr(logger, "handlers", ())  # a placeholder has none
 
 
-def _end_with_error(error: BaseException) -> _End:
+def _end_with_error(error: BaseException) -> _RankExit:
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # of a class that its arguments do not make anew
         error = RuntimeError(describe(error))
-    return _End(error, text, time.monotonic())
+    return _RankExit(error, text, time.monotonic())
 
 
 # In the interpreter
@@ -440,10 +444,10 @@ def _kill(process: ForkProcess) -> None:
     process.join()
 
 
-def _read(report: IO[bytes]) -> _End | None:
+def _read(report: IO[bytes]) -> _RankExit | None:
     report.seek(0)
     try:
-        end: _End = pickle.load(report)
+        end: _RankExit = pickle.load(report)
     except EOFError:  # it has ended before it wrote one
         return None
     return end

@@ -17,17 +17,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.failure import SIGTERM_STATUS, first_line, status_after
+from lightning_pipeoffload.processes.failure import SIGTERM_STATUS, exit_status, first_line
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.processes import Processes
 from lightning_pipeoffload.processes.replica import forget_replica
-from lightning_pipeoffload.runtime.comm import says_peer_lost
-from lightning_pipeoffload.runtime.users_code import WrappedHook, calling_line, in_brackets
+from lightning_pipeoffload.runtime.comm import is_lost_peer_error
+from lightning_pipeoffload.runtime.users_code import WrappedHook, in_brackets, running_user_line
 
 log = logging.getLogger(__name__)
 
 
-class NeedsOthersError(RuntimeError):
+class CollectiveAfterFailureError(RuntimeError):
     """An operation of all ranks was called on a rank that has failed."""
 
 
@@ -79,7 +79,7 @@ class JointStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._refuse_alone("barrier")
+        self._refuse_lone_collective("barrier")
         if self.processes.world is not None:
             self.processes.world.barrier()
 
@@ -88,7 +88,7 @@ class JointStrategy(ParallelStrategy):
         is_text = isinstance(obj, str) and src == 0
         if is_text and self.is_in_step and obj in self._texts:
             return self._texts[obj]
-        self._refuse_alone("broadcast")
+        self._refuse_lone_collective("broadcast")
         world = self.processes.world
         received = obj if world is None else world.broadcast(obj, src)
         if is_text:
@@ -97,7 +97,7 @@ class JointStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_alone("reduce_boolean_decision")
+        self._refuse_lone_collective("reduce_boolean_decision")
         world = self.processes.world
         return decision if world is None else world.agree(decision, all)
 
@@ -168,31 +168,33 @@ class JointStrategy(ParallelStrategy):
         is_interrupt = isinstance(exception, KeyboardInterrupt)
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
+        if is_interrupt or is_lost_peer_error(
+            exception
+        ):  # this process exits before Lightning does it
             for logger in self._trainer.loggers:
                 logger.finalize("failed")
         board = self.processes.pop_board()
         if board is None:
             return
         self._has_failed = True
-        if says_peer_lost(exception):
+        if is_lost_peer_error(exception):
             board.exit_for_lost_rank(first_line(exception))  # exits
         action = self.running_action if isinstance(exception, Exception) else ""
-        status = status_after(exception, self._trainer.global_step > 0)
+        status = exit_status(exception, self._trainer.global_step > 0)
         is_of_all = board.report(exception, action, status)
-        self._break_off(is_of_all)
+        self._end_after_common_error(is_of_all)
         self._warns = self.global_rank == 0 or not is_of_all
         self._exception_hooks = [
-            WrappedHook(callback, "on_exception", self._run_alone)
+            WrappedHook(callback, "on_exception", self._run_until_collective)
             for callback in self._trainer.callbacks
         ]
         if isinstance(exception, SystemExit) and exception.code in (None, 0):
             exception.code = 1
 
-    def _break_off(self, is_of_all: bool) -> None:
+    def _end_after_common_error(self, is_of_all: bool) -> None:
         """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
-            self.processes.break_off()
+            self.processes.end_after_common_error()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -206,35 +208,35 @@ class JointStrategy(ParallelStrategy):
         for hook in hooks:
             hook.remove()
         launcher: Any = self.launcher
-        launcher.end_exception()
+        launcher.restore_exception_hooks()
         if isinstance(exception, KeyboardInterrupt):
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()  # which Lightning would call after this
-            raise launcher.exit_for_interrupt()
+            raise launcher.interrupt_exception()
 
-    def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:
+    def _run_until_collective(self, plain: Callable[..., None], *args: Any) -> None:
         """Run a callback's ``on_exception`` until it calls an operation of all ranks."""
         try:
             plain(*args)
-        except NeedsOthersError as error:
+        except CollectiveAfterFailureError as error:
             if self._warns:
                 log.warning(str(error))
             self._warns = False
 
-    def _refuse_alone(self, name: str) -> None:
+    def _refuse_lone_collective(self, name: str) -> None:
         """Refuse an operation of all ranks in which the other ranks do not take part.
 
         Raises:
-            NeedsOthersError: This rank has failed.
+            CollectiveAfterFailureError: This rank has failed.
             RuntimeError: This rank is in the middle of a step.
         """
         if self._has_failed:
-            raise NeedsOthersError(
+            raise CollectiveAfterFailureError(
                 f"{name}() needs all ranks, and they stop because this one has failed: nothing can "
                 f"be saved on an exception; save every so many steps"
             )
         if self.is_in_step:
             raise RuntimeError(
                 f"{name}() inside a step would wait for ever: {self._why_alone}"
-                f"{in_brackets(calling_line())}; call it in a hook such as on_train_batch_end"
+                f"{in_brackets(running_user_line())}; call it in a hook such as on_train_batch_end"
             )

@@ -40,7 +40,7 @@ from lightning_pipeoffload.processes.failure import (
     SIGINT_STATUS,
     Failure,
     cause_of_end,
-    say,
+    print_error_line,
 )
 from lightning_pipeoffload.processes.run_store import free_port
 from lightning_pipeoffload.runtime.memory import machine_memory
@@ -65,7 +65,7 @@ Made in configure_model, each makes its own part only:
 
 
 @contextmanager
-def signing_as_launcher() -> Iterator[None]:
+def exporting_launcher_pid() -> Iterator[None]:
     """Pass the id of this process, the launcher, to processes that are started inside."""
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -158,7 +158,7 @@ class LaunchedProcesses:
         return child is not None and child.poll() is not None
 
 
-class BetweenRuns:
+class BetweenRunsWatcher:
     """Watches the launched ranks between two calls of the trainer, in a thread of the launcher.
 
     When one of them fails, all end, as with Lightning's own launcher: the next call would wait for
@@ -171,14 +171,14 @@ class BetweenRuns:
             ranks have raised an exception that nobody catches.
     """
 
-    _current: ClassVar[BetweenRuns | None] = None
+    _current: ClassVar[BetweenRunsWatcher | None] = None
 
     def __init__(
         self, global_rank: int, launched: LaunchedProcesses, patience: float = 0.0
     ) -> None:
         self.end()
         self._patience = patience
-        BetweenRuns._current = self
+        BetweenRunsWatcher._current = self
         self._global_rank, self._launched = global_rank, launched
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="between-runs", daemon=True).start()
@@ -195,7 +195,9 @@ class BetweenRuns:
             failure = self._launched.find_ended_child(is_connecting=False)
             if failure is not None and not self._is_over.wait(self._patience):
                 self._launched.kill_all()
-                say(f"global rank {self._global_rank} stops because of {failure.cause}")
+                print_error_line(
+                    f"global rank {self._global_rank} stops because of {failure.cause}"
+                )
                 os._exit(failure.status)
 
 
@@ -242,7 +244,7 @@ class JointLauncher(_SubprocessScriptLauncher):
         starts = self.num_processes > 1 and self._starts_processes
         self.is_tuned = False
         try:
-            with signing_as_launcher() if starts else nullcontext():
+            with exporting_launcher_pid() if starts else nullcontext():
                 result = super().launch(function, *args, **kwargs)
             self._end()
         except _TunerExitException:
@@ -285,10 +287,10 @@ class JointLauncher(_SubprocessScriptLauncher):
             )
         return True
 
-    def end_exception(self) -> None:
+    def restore_exception_hooks(self) -> None:
         """Restore what stays replaced until an exception's hooks have run."""
 
-    def exit_for_interrupt(self) -> BaseException:
+    def interrupt_exception(self) -> BaseException:
         """Return the exception of a process whose trainer was interrupted: the shell's status."""
         return SystemExit(SIGINT_STATUS)
 
@@ -305,13 +307,13 @@ class JointLauncher(_SubprocessScriptLauncher):
         if self.num_processes > 1:
             _refuse_without_script(self.num_processes)
             os.environ.setdefault("MASTER_PORT", str(free_port()))
-        with _as_started():
+        with _as_originally_launched():
             super()._call_children_scripts()
         self.started.extend(self.procs)
 
 
 @contextmanager
-def _as_started() -> Iterator[None]:
+def _as_originally_launched() -> Iterator[None]:
     """Start processes as this one was: in its first folder, with its script."""
     folder, name = Path.cwd(), sys.argv[0]
     os.chdir(_STARTED_IN)

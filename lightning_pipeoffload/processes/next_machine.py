@@ -26,7 +26,7 @@ _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 60
 
 
-class NextMachine:
+class NextMachineConnection:
     """The connection to the next machine's first process; none where it cannot be reached.
 
     Args:

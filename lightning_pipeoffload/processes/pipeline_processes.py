@@ -30,10 +30,10 @@ from lightning_pipeoffload.processes.joint_strategy import JointStrategy
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.replica import set_replica
-from lightning_pipeoffload.runtime import RandomnessReplay
+from lightning_pipeoffload.runtime import RandomStateSnapshot
 from lightning_pipeoffload.runtime.comm import PipelineGroup
-from lightning_pipeoffload.runtime.device import prepare_cuda
-from lightning_pipeoffload.runtime.measure import find_devices
+from lightning_pipeoffload.runtime.device import set_cuda_defaults
+from lightning_pipeoffload.runtime.measure import measure_devices
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import Schedule
@@ -138,7 +138,7 @@ class PipelineProcesses(JointStrategy):
 
     @override
     def setup_environment(self) -> None:
-        prepare_cuda(self.root_device)
+        set_cuda_defaults(self.root_device)
         super().setup_environment()
         self._set_world_ranks()
         self._watch()
@@ -160,7 +160,7 @@ class PipelineProcesses(JointStrategy):
             ) from error
         group = self.processes.group
         if group is not None and not group.is_connected:
-            group.renew()
+            group.reconnect()
         if group is None:
             size = self.settings.tensor_parallel_size
             warn_of_split_tensor_groups(size, self.num_processes, self.num_nodes)
@@ -174,10 +174,10 @@ class PipelineProcesses(JointStrategy):
                 self.num_replicas,
                 self.settings.rank_order,
                 self.settings.tensor_parallel_size,
-                self.processes.fail,
+                self.processes.report_thread_failure,
             )
-            group.devices = find_devices(group, self.settings.cache_folder)
-        self.processes.join(group.world, group)
+            group.devices = measure_devices(group, self.settings.cache_folder)
+        self.processes.set_groups(group.world, group)
         set_replica(group.replica, group.num_replicas, group.is_reader)
         self.processes.connect()
         self.agree_on_randomness()  # a module may be made between here and ``setup``
@@ -198,7 +198,7 @@ class PipelineProcesses(JointStrategy):
 
     def agree_on_randomness(self) -> None:
         """Set every rank's global random generators to the state of global rank 0's."""
-        replay = self.broadcast(RandomnessReplay())
+        replay = self.broadcast(RandomStateSnapshot())
         replay.restore()
 
     def _refuse_without_optimizers(self) -> None:
@@ -212,10 +212,10 @@ class PipelineProcesses(JointStrategy):
 
     # What forked ranks return
 
-    def describe_run(self) -> Any:
-        """Return what :meth:`recall_run` needs."""
+    def summarize_run(self) -> Any:
+        """Return what :meth:`restore_run_summary` needs."""
 
-    def recall_run(self, described: Any) -> None:
+    def restore_run_summary(self, described: Any) -> None:
         """Show a run of forked ranks from now on."""
 
     def names_to_return(self) -> set[str]:
@@ -233,7 +233,7 @@ class PipelineProcesses(JointStrategy):
     # Collective operations
 
     @contextmanager
-    def answering(self, answer: Callable[[Any], Any]) -> Iterator[None]:
+    def intercepting_broadcast(self, answer: Callable[[Any], Any]) -> Iterator[None]:
         """Have ``answer`` return the result of the next broadcast, which would wait."""
         self._answer = answer
         try:

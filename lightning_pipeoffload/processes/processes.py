@@ -2,11 +2,12 @@
 
 ::
 
-    watch()        the other processes of this machine: BetweenRuns ends, FailureBoard begins
-    join()         the groups
-    connect()      the run's store: the board reads it, ranks meet and publish numbers
-    end()          all ranks have come to the end: the board ends, BetweenRuns begins
-    break_off()    all ranks have raised the same: as end(), and nothing is shared with later runs
+    watch()       the other processes of this machine: BetweenRunsWatcher ends, FailureBoard begins
+    set_groups()  the groups
+    connect()     the run's store: the board reads it, ranks meet and publish numbers
+    end()         all ranks have come to the end: the board ends, BetweenRunsWatcher begins
+    end_after_common_error()
+                  all ranks have raised the same: as end(), and nothing is shared with later runs
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 
 from lightning_pipeoffload.processes.failure import EXIT_SECONDS, polls
 from lightning_pipeoffload.processes.failure_board import FailureBoard
-from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
-from lightning_pipeoffload.processes.run_store import StoreBarrier, connect_store, end_connections
+from lightning_pipeoffload.processes.launcher import (
+    BetweenRunsWatcher,
+    JointLauncher,
+    LaunchedProcesses,
+)
+from lightning_pipeoffload.processes.run_store import (
+    StoreBarrier,
+    connect_store,
+    drop_cached_connections,
+)
 from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, ProcessGroups
 
 # Timeout for all ranks to reach a hook that needs them.
@@ -56,13 +65,13 @@ class Processes:
         self, global_rank: int, local_rank: int, world_size: int, timeout: timedelta | None
     ) -> None:
         """Watch the other processes of this machine; no process group is needed yet."""
-        BetweenRuns.end()
+        BetweenRunsWatcher.end()
         self._global_rank, self._timeout = global_rank, timeout
         if world_size > 1:
             self._launched = LaunchedProcesses(global_rank, local_rank, JointLauncher.started)
             self.board = FailureBoard(global_rank, world_size, self._launched, timeout)
 
-    def join(self, world: HostGroup, group: PipelineGroup | None = None) -> None:
+    def set_groups(self, world: HostGroup, group: PipelineGroup | None = None) -> None:
         """Keep the groups that all ranks have made."""
         self.world, self.group = world, group
 
@@ -99,21 +108,23 @@ class Processes:
         self.board = None
         self._watch_between_runs()
 
-    def break_off(self) -> None:
+    def end_after_common_error(self) -> None:
         """Let another run follow after an error that all ranks have raised, waiting for none."""
-        ProcessGroups.end(has_failed=True)
-        end_connections()
+        ProcessGroups.retire_current(has_failed=True)
+        drop_cached_connections()
         self._watch_between_runs(EXIT_SECONDS)
 
     def _watch_between_runs(self, patience: float = 0.0) -> None:
         if self._launched.has_children:
-            BetweenRuns(self._global_rank, self._launched, patience)
+            BetweenRunsWatcher(self._global_rank, self._launched, patience)
 
-    def fail(self, exception: BaseException, doing: str = "while publishing metrics") -> None:
+    def report_thread_failure(
+        self, exception: BaseException, doing: str = "while publishing metrics"
+    ) -> None:
         """End the run because a thread has failed, unless the main thread fails within a second."""
         board = self.board
         for _ in polls(_OWN_ERROR_SECONDS):
             if self.board is not board:
                 return
         if board is not None:
-            board.fail(exception, doing)
+            board.report_thread_failure(exception, doing)

@@ -70,8 +70,8 @@ def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _
     name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
     raise ValueError(
         f"the ranks of a pipeline have to run the same, but {name} is "
-        f"{_shown(first.get(name))} on global rank {dist.get_global_rank(group, 0)} and "
-        f"{_shown(other.get(name))} on global rank {dist.get_global_rank(group, other_rank)}; "
+        f"{_truncate(first.get(name))} on global rank {dist.get_global_rank(group, 0)} and "
+        f"{_truncate(other.get(name))} on global rank {dist.get_global_rank(group, other_rank)}; "
         f"{advice}"
     )
 
@@ -83,7 +83,7 @@ def _gather(obj: Any, group: Any) -> list[Any]:
     return objects
 
 
-def _shown(value: str | None) -> str:
+def _truncate(value: str | None) -> str:
     if value is None:
         return "missing"
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."

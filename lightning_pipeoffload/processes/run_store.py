@@ -66,7 +66,7 @@ def connect_store(run: str, use: str, timeout: timedelta | None) -> Store:
     return PrefixStore(f"pipeoffload/{run}", uses[use])
 
 
-def end_connections() -> None:
+def drop_cached_connections() -> None:
     """Let later runs open connections of their own, after one that may still wait on these."""
     _connections.clear()
 

@@ -1,6 +1,6 @@
 """One rank of a pipeline in torch: cuts the user's module into stages and executes a plan."""
 
-from .contexts import NOTHING, combine_contexts, without_collection
+from .contexts import NOTHING, combine_contexts, without_garbage_collection
 from .in_force import IN_FORCE
 from .late_values import is_on_accelerator, start_reading
 from .leaves import (
@@ -14,15 +14,15 @@ from .leaves import (
 )
 from .payload import (
     BlockOutput,
-    Received,
+    ReceivedTensors,
     TensorSpec,
     dense_stride,
     gradients_to_send,
     start_stage_graph,
 )
 from .randomness import (
-    RandomnessReplay,
-    are_alike,
+    RandomStateSnapshot,
+    are_same_states,
     draw_seed,
     forked_randomness,
     generator_state,

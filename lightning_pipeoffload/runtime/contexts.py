@@ -50,7 +50,7 @@ class _NestedPair:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Switch Python's garbage collector off within the context.
 
     A collection visits every object of the process, and took a third of a trace's time.

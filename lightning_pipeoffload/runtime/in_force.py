@@ -8,9 +8,9 @@ arguments. They read the settings of the step here::
                               kernels by defer_weight_grad         gradients go
     every run of a step       ShapeOnly, at each operation         StepRules: values to observe, to
                                                                    make up and to drop
-    a trace, a measurement    chunked_loss, around its chunks      AroundChunks: counts their work
+    a trace, a measurement    chunked_loss, around its chunks      ChunkCallbacks: counts their work
     of bytes by shapes                                             and memory
-    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointReplayer: compares both
+    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointChecker: compares both
     a block on a slice of the scaled_dot_product_attention         BlockOnSlice: keys to attend to
     sequence
 
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 _Setting = TypeVar("_Setting")
 
 
-class InForce:
+class ActiveSettings:
     """A stack of settings for each type of setting."""
 
     def __init__(self) -> None:
@@ -55,5 +55,5 @@ class InForce:
             settings.pop()
 
 
-IN_FORCE = InForce()
+IN_FORCE = ActiveSettings()
 """The settings of this process."""

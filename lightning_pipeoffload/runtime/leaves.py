@@ -92,7 +92,7 @@ register_pytree_node(
 
 def has_dataclasses(tree: Any) -> bool:
     """Return whether a block's output contains dataclasses that torch does not open."""
-    return type(tree) is not Tensor and any(map(_is_closed, leaves_of(tree)))
+    return type(tree) is not Tensor and any(map(_is_dataclass_instance, leaves_of(tree)))
 
 
 def open_dataclasses(tree: Any) -> Any:
@@ -105,12 +105,12 @@ def close_dataclasses(tree: Any) -> Any:
     return tree_map(_close, tree, is_leaf=lambda part: isinstance(part, DataclassNode))
 
 
-def _is_closed(leaf: Any) -> bool:
+def _is_dataclass_instance(leaf: Any) -> bool:
     return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def _open(leaf: Any) -> Any:
-    if not _is_closed(leaf):
+    if not _is_dataclass_instance(leaf):
         return leaf
     names, template = [field.name for field in fields(leaf)], copy(leaf)
     for name in names:
@@ -130,7 +130,7 @@ def _close(leaf: Any) -> Any:
 def output_leaves(output: Any) -> Iterator[Any]:
     """Yield the leaves of a block's return value, also those in dataclasses."""
     for leaf in leaves_of(output):
-        if _is_closed(leaf):
+        if _is_dataclass_instance(leaf):
             yield from output_leaves([getattr(leaf, field.name) for field in fields(leaf)])
         else:
             yield leaf

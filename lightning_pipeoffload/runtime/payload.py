@@ -63,7 +63,7 @@ class TensorSpec:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def arrange(self, tensor: Tensor) -> Tensor:
+    def match_stride(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this shape with the strides that the receiver expects."""
         if self.stride is None:
             return tensor.contiguous()
@@ -137,7 +137,7 @@ def _describe(leaf: Any) -> Any:
     return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-class Received:
+class ReceivedTensors:
     """Tensors from the previous stage, and the gradients that are sent back.
 
     The stage's graph holds it, so it must not lead to that graph.
@@ -163,7 +163,7 @@ class _StartGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, tensors: list[Tensor], received: Received
+        ctx: Any, anchor: Tensor, tensors: list[Tensor], received: ReceivedTensors
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.received = received
@@ -182,12 +182,12 @@ class _StartGraph(torch.autograd.Function):
         return None, None, None
 
 
-def start_stage_graph(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
+def start_stage_graph(tensors: list[Tensor], received: ReceivedTensors) -> tuple[Tensor, ...]:
     """Start this stage's graph with received tensors; ``received`` gets their gradients."""
     return _StartGraph.apply(_ANCHOR, tensors, received)
 
 
-def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
+def gradients_to_send(received: ReceivedTensors, sender: str) -> list[Tensor]:
     """Return the gradients of the received tensors that have one.
 
     ``sender`` is the name of the previous stage's last block, for the error where other tensors
@@ -206,5 +206,5 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
                 f"gradient, and freeze blocks by requires_grad_(False)"
             )
         if gradient is not None:
-            to_send.append(spec.arrange(gradient))
+            to_send.append(spec.match_stride(gradient))
     return to_send

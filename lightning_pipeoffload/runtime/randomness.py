@@ -71,7 +71,7 @@ def has_drawn_since(seed: int) -> bool:
 @contextmanager
 def forked_randomness() -> Iterator[None]:
     """Restore the state of every global generator after the context."""
-    before = RandomnessReplay()
+    before = RandomStateSnapshot()
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-class RandomnessReplay:
+class RandomStateSnapshot:
     """The states of all global generators when this was made.
 
     Args:
@@ -140,7 +140,7 @@ class RandomnessReplay:
             accelerator_module().set_rng_state(self._device_state)
 
 
-def are_alike(one: Any, other: Any) -> bool:
+def are_same_states(one: Any, other: Any) -> bool:
     """Whether the states of the same generators are equal: nothing has drawn in between."""
     pairs = [(one, other)]
     while pairs:

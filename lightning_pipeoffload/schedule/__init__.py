@@ -24,51 +24,59 @@ from .actions import (
 )
 from .build import DEFAULT_SCHEDULE, SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
-from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, options
+from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_of, options
 from .costs import (
     COMPUTE_TIMES,
     Costs,
     copy_ratios,
     estimated_copy_ratio,
-    free_share,
+    hideable_copy_share,
     layer_flops,
     with_copy_ratio,
 )
-from .families import FAMILIES, Recipe, accept, build_by, check_limit, check_sizes, check_slices
-from .make_plan import HostShortageError, Job, Plan, PlanRequest, least_score, make_plan
+from .families import (
+    FAMILIES,
+    Recipe,
+    build_from_recipe,
+    check_limit,
+    check_schedule,
+    check_sizes,
+    check_slices,
+)
+from .make_plan import HostMemoryLimitError, Job, Plan, PlanRequest, make_plan, score_lower_bound
 from .messages import (
     OpenReceives,
     PendingSends,
-    actions_ahead,
-    most_pending,
+    max_pending_sends,
     recv_before,
     recv_of,
     send_after,
     send_of,
+    speculative_actions,
 )
 from .passes.last_weights import (
     Tail,
     add_final_actions,
-    postpone_weights,
+    add_final_actions_by_cost,
+    postpone_weight_gradients,
     tails,
-    with_final_actions,
 )
-from .passes.offload import OffloadReport, offload_activations, offload_share
+from .passes.offload import OffloadReport, offload_activations, parse_offload_amount
 from .passes.transfer import (
     add_transfers,
     as_executed,
     forward_only,
     keep_microbatches,
     lower,
-    one_at_a_time,
+    serialize_microbatches,
     split_every_backward,
     split_fused_backward,
 )
-from .plan_cache import PlanCache, store_text
+from .plan_cache import PlanCache, write_and_prune
 from .rank_limits import RankLimits
 from .replay import replay
-from .schedule import Schedule, places_of, stages_on, sums_alike
-from .simulation.arrivals import expected_during
+from .schedule import Schedule, accumulates_in_same_order, device_indices, stages_on
+from .simulation.arrivals import receives_to_post
 from .simulation.memory import (
     memory_changes,
     part_sizes,
@@ -77,7 +85,7 @@ from .simulation.memory import (
     peak_message_memory,
 )
 from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
-from .slices import LEAST_TOKENS, Slices, cut_positions, of_every_stage
+from .slices import LEAST_TOKENS, Slices, expand_to_stages, slice_ends
 from .text import bytes_text, draw, seconds_text, share_text
 from .timeline import Event, Timeline
 from .validate import validate
@@ -104,25 +112,25 @@ __all__ = [
     "Slices",
     "Tail",
     "Timeline",
-    "accept",
+    "check_schedule",
     "add_final_actions",
     "add_transfers",
     "as_executed",
     "build",
     "check_name",
     "copy_ratios",
-    "cut_positions",
+    "slice_ends",
     "draw",
     "estimated_copy_ratio",
-    "expected_during",
+    "receives_to_post",
     "forward_only",
-    "free_share",
+    "hideable_copy_share",
     "keep_microbatches",
     "lower",
     "memory_changes",
     "offload_activations",
-    "offload_share",
-    "one_at_a_time",
+    "parse_offload_amount",
+    "serialize_microbatches",
     "part_sizes",
     "peak_host_memory",
     "peak_memory",
@@ -133,10 +141,10 @@ __all__ = [
     "split_every_backward",
     "split_fused_backward",
     "steady_period",
-    "sums_alike",
-    "postpone_weights",
+    "accumulates_in_same_order",
+    "postpone_weight_gradients",
     "tails",
-    "with_final_actions",
+    "add_final_actions_by_cost",
     "validate",
     "with_copy_ratio",
 ]

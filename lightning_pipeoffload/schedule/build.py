@@ -7,7 +7,7 @@ from typing import Any
 
 from .actions import ScheduleError
 from .costs import Costs
-from .families import FAMILIES, Recipe, build_by
+from .families import FAMILIES, Recipe, build_from_recipe
 from .schedule import Schedule
 from .solver.optpipe import optpipe, optpipe_placement
 
@@ -48,7 +48,7 @@ def build(
     """
     check_name(name)
     sizes = num_ranks, num_microbatches, num_chunks
-    return build_by(SCHEDULES[name], name, sizes, costs, memory_limit, **options)
+    return build_from_recipe(SCHEDULES[name], name, sizes, costs, memory_limit, **options)
 
 
 def check_name(name: str, *others: str) -> None:

@@ -30,7 +30,7 @@ def period_to_compare(period: float, copies: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A family of schedules in one size, with what is computed again, the head, and the cut.
 
     Slices of sequences are never chosen, for results depend on their number: all options have it.
@@ -79,7 +79,7 @@ class Candidate:
         report: The report on its offload, if one was planned.
     """
 
-    option: Option
+    option: PlanOption
     offload: str
     reason: str = ""
     period: float | None = None
@@ -121,7 +121,7 @@ class Candidate:
             "reason": self.reason,
         }
 
-    def judged(self, best: Candidate) -> Candidate:
+    def with_rejection_reason(self, best: Candidate) -> Candidate:
         """Return this candidate with the reason why ``best`` was chosen instead."""
         if self is best or self.period is None or best.period is None:
             return self
@@ -150,7 +150,7 @@ def options(
     recompute: Iterable[str] = ("none",),
     head_weight_grad: Iterable[str] = ("W",),
     num_sequence_slices: int = 1,
-) -> list[Option]:
+) -> list[PlanOption]:
     """List the options.
 
     Args:
@@ -163,7 +163,7 @@ def options(
     """
     counts, heads = list(num_microbatches), list(head_weight_grad)
     return [
-        Option(name, chunks, count, recomputation, head, num_sequence_slices)
+        PlanOption(name, chunks, count, recomputation, head, num_sequence_slices)
         for recomputation in recompute
         for head in heads
         for count in counts

@@ -14,7 +14,7 @@ from operator import mul
 from typing import Any
 
 from .actions import Kind, ScheduleError
-from .slices import PerStage, Slices, check_fields, cut_positions, of_every_stage
+from .slices import PerStage, Slices, check_fields, expand_to_stages, slice_ends
 
 _LEAST, _MOST = 1e-100, 1e100
 
@@ -89,23 +89,25 @@ class Costs:
         Raises:
             ScheduleError: The cost is a sequence of another length.
         """
-        return of_every_stage(name, getattr(self, name), num_stages)
+        return expand_to_stages(name, getattr(self, name), num_stages)
 
-    def per_unit(self, name: str, num_stages: int, num_slices: int) -> Sequence[float]:
+    def per_slice(self, name: str, num_stages: int, num_slices: int) -> Sequence[float]:
         """Return a cost for every slice of every stage: all slices of a stage, then of the next.
 
         Raises:
             ScheduleError: As by :meth:`per_stage`, or there are sizes of another number of slices.
         """
-        return self.divided(name, self.per_stage(name, num_stages), num_slices)
+        return self.divide_among_slices(name, self.per_stage(name, num_stages), num_slices)
 
-    def divided(self, name: str, whole: Sequence[float], num_slices: int) -> Sequence[float]:
+    def divide_among_slices(
+        self, name: str, whole: Sequence[float], num_slices: int
+    ) -> Sequence[float]:
         """Return the same of costs of whole microbatches, ``whole``, one for each stage."""
         if num_slices == 1:
             return whole
         return (self.slices or Slices()).divide(name, whole, num_slices)
 
-    def compute(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
+    def seconds_by_kind(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
         """Return the seconds of F, B and W of every stage."""
         names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
@@ -118,7 +120,7 @@ class Costs:
         }
         return replace(self, **times)
 
-    def with_equal_slices(
+    def with_balanced_slices(
         self, num_stages: int, num_slices: int, num_tokens: int = _MANY_TOKENS
     ) -> Costs:
         """Return the same costs with slices of such lengths that all cost about the same.
@@ -131,7 +133,7 @@ class Costs:
         slices = self.slices or Slices()
         parts = [slices.parts(n, self.per_stage(n, num_stages)) for n in COMPUTE_TIMES]
         linear, quadratic = map(sum, zip(*parts, strict=True))
-        ends = cut_positions(num_tokens, num_slices, linear, quadratic)
+        ends = slice_ends(num_tokens, num_slices, linear, quadratic)
         sizes = tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
         return replace(self, slices=replace(slices, sizes=sizes))
 
@@ -217,7 +219,7 @@ def copy_ratios(costs: Costs, num_stages: int) -> tuple[float, ...]:
     return tuple(_ratio(sum(copies), compute) for copies, compute in stages)
 
 
-def free_share(costs: Costs, num_stages: int) -> float:
+def hideable_copy_share(costs: Costs, num_stages: int) -> float:
     """Return the share of activations that every rank can copy during its compute; 1: all.
 
     It considers only the time of copies; an activation must also be unused for long enough.
@@ -237,7 +239,9 @@ def _copies(costs: Costs, num_stages: int) -> list[tuple[float, float]]:
 
 
 def _compute(costs: Costs, num_stages: int) -> list[float]:
-    return [sum(seconds) for seconds in zip(*costs.compute(num_stages).values(), strict=True)]
+    return [
+        sum(seconds) for seconds in zip(*costs.seconds_by_kind(num_stages).values(), strict=True)
+    ]
 
 
 def _ratio(copies: float, compute: float) -> float:

@@ -15,7 +15,7 @@ from .builders.classic import gpipe, interleaved_1f1b, late_weight_gradients, on
 from .builders.grouped import equal_groups, grouped, offloaded
 from .builders.sliced import seq_1f1b, seq_v, seq_zb
 from .builders.v_shape import one_f_one_b_v, v, v_half, v_min
-from .builders.zb import zb, zb_in_activations
+from .builders.zb import zb, zb_memory_multiple
 from .builders.zb_v import zb_v
 from .costs import Costs
 from .schedule import Schedule, loop_placement, v_placement
@@ -70,7 +70,7 @@ class Recipe:
         return "num_sequence_slices" in self.options
 
 
-def build_by(
+def build_from_recipe(
     recipe: Recipe,
     name: str,
     sizes: tuple[int, int, int | None],
@@ -144,7 +144,7 @@ def _build_once(builder: Callable[..., Schedule], *sizes: int, **options: Any) -
     return schedule
 
 
-def accept(
+def check_schedule(
     schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
 ) -> None:
     """Validate a schedule of any origin, and check its memory against a limit.
@@ -232,8 +232,8 @@ FAMILIES = {
     "interleaved_1f1b": Recipe(interleaved_1f1b, 2, None),
     "zb_h1": Recipe(late_weight_gradients, fixed_options={"depth": 1}),
     "zb_h2": Recipe(late_weight_gradients, fixed_options={"depth": 2}),
-    "zb_1p": Recipe(zb_in_activations, fixed_options={"multiple": 1}),
-    "zb_2p": Recipe(zb_in_activations, fixed_options={"multiple": 2}),
+    "zb_1p": Recipe(zb_memory_multiple, fixed_options={"multiple": 1}),
+    "zb_2p": Recipe(zb_memory_multiple, fixed_options={"multiple": 2}),
     "zb": Recipe(zb),
     "zb_v": Recipe(zb_v, 2, 2, v_placement),
     "1f1b_v": Recipe(one_f_one_b_v, 2, 2, v_placement),

@@ -23,22 +23,22 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
-from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, period_to_compare
+from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_of, period_to_compare
 from .costs import Costs
-from .families import FAMILIES, Recipe, build_by
-from .passes.last_weights import postpone_weights
+from .families import FAMILIES, Recipe, build_from_recipe
+from .passes.last_weights import postpone_weight_gradients
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import as_executed, split_every_backward, split_fused_backward
 from .rank_limits import RankLimits
 from .schedule import Schedule
 from .search.problem import ROUNDING
-from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
+from .simulation.simulate import optimizer_step_seconds, period_bubble, simulate, steady_period
 from .solver.plan_problem import (
-    earliest_end,
-    least_copying,
-    least_in_memory,
-    least_span,
-    most_work,
+    copy_seconds_lower_bound,
+    makespan_lower_bound,
+    max_rank_work,
+    memory_limited_lower_bound,
+    span_lower_bound,
 )
 from .text import bytes_text, share_text
 
@@ -67,7 +67,7 @@ def run_jobs_here(jobs: Sequence[Job], drop_schedules: Callable[[Any], Any]) -> 
     return [run() for _, run in jobs]
 
 
-class HostShortageError(ScheduleError):
+class HostMemoryLimitError(ScheduleError):
     """A plan offloads more than fits into a rank's host memory."""
 
 
@@ -104,14 +104,14 @@ class PlanRequest:
     """
 
     num_ranks: int
-    options: Sequence[Option]
-    costs_of: Callable[[Option], Costs]
+    options: Sequence[PlanOption]
+    costs_of: Callable[[PlanOption], Costs]
     memory_limit: float | None = None
     offload: str | float = "auto"
-    memory_without_activations: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
-    name_rank: Callable[[Option, int], str] = lambda option, rank: f"rank {rank}"
-    has_barrier: Callable[[Option], bool] = lambda option: False
-    steps_early: Callable[[Option], bool] = lambda option: False
+    memory_without_activations: Callable[[PlanOption], float | Sequence[float]] = lambda option: 0.0
+    name_rank: Callable[[PlanOption, int], str] = lambda option, rank: f"rank {rank}"
+    has_barrier: Callable[[PlanOption], bool] = lambda option: False
+    steps_early: Callable[[PlanOption], bool] = lambda option: False
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
@@ -122,11 +122,11 @@ class PlanRequest:
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def placement_of(self, option: Option) -> tuple[int, ...]:
+    def placement_of(self, option: PlanOption) -> tuple[int, ...]:
         """Return the rank of every stage."""
         return self.recipes[option.schedule].placement(self.num_ranks, option.num_chunks)
 
-    def limits_of(self, option: Option) -> RankLimits | None:
+    def limits_of(self, option: PlanOption) -> RankLimits | None:
         """Return the most memory for an option's activations on each rank; None: any."""
         if self.memory_limit is None:
             return None
@@ -159,7 +159,7 @@ class Plan:
         return self.best.report
 
     @property
-    def is_bound_by_memory(self) -> bool:
+    def is_limited_by_memory(self) -> bool:
         """Whether the memory limit excluded a plan, or made one copy, with offload "auto"."""
         return any(
             each.needs_more_memory or (each.fits and each.offload in ("auto", "paged"))
@@ -191,19 +191,19 @@ def make_plan(request: PlanRequest) -> Plan:
     trials.try_orders(copying)
     trials.try_copies([option for option in quick if not trials.is_bound_too_slow(option)])
     for option in slow:
-        if option not in quick and trials.may_gain(option):
+        if option not in quick and trials.is_worth_searching(option):
             trials.try_orders([option])
     trials.try_to_postpone()
-    best = trials.best() or trials.best_effort()
+    best = trials.best() or trials.full_offload_plan()
     if best is None or best.schedule is None:
         raise trials.no_plan()
     place = {option: index for index, option in enumerate(request.options)}
     candidates = sorted(trials.candidates, key=lambda candidate: place[candidate.option])
-    judged = [candidate.judged(best) for candidate in candidates]
-    return Plan(best, best.schedule, trials.true_costs(best.option), judged)
+    judged = [candidate.with_rejection_reason(best) for candidate in candidates]
+    return Plan(best, best.schedule, trials.actual_costs(best.option), judged)
 
 
-def least_score(request: PlanRequest) -> float:
+def score_lower_bound(request: PlanRequest) -> float:
     """Return a lower bound on the scores of all plans without copies; infinite if none can be."""
     trials = _Trials(request)
     trials.find_bounds()
@@ -214,13 +214,13 @@ _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
 _MANY_TIMES = 1e6
 
 
-def _saving(option: Option) -> tuple[int, int, bool]:
+def _saving(option: PlanOption) -> tuple[int, int, bool]:
     """Return numbers of which each saves memory where it is larger."""
     recompute = RECOMPUTATIONS.index(option.recompute)
     return option.num_microbatches, recompute, option.head_weight_grad == "B"
 
 
-def _order_of(option: Option) -> tuple[Any, ...]:
+def _order_of(option: PlanOption) -> tuple[Any, ...]:
     return option.schedule, option.num_chunks, option.num_sequence_slices, option.num_kept
 
 
@@ -241,63 +241,69 @@ class _Trials:
         self._limits: dict[Any, RankLimits | None] = {}
         self._counted: dict[Any, Costs] = {}
         self._places = {option: place for place, option in enumerate(request.options)}
-        self._bounds: dict[Option, _Bound] = {}
-        self._free_orders: dict[Option, Schedule] = {}
-        self._free_periods: dict[Option, float] = {}  # of orders that others give their copies
+        self._bounds: dict[PlanOption, _Bound] = {}
+        self._free_orders: dict[PlanOption, Schedule] = {}
+        self._free_periods: dict[PlanOption, float] = {}  # of orders that others give their copies
         self._error = ScheduleError("no plan can be made: there are no blocks for any")
         self.candidates: list[Candidate] = []
         self._new: list[Candidate] = []  # of the job that runs
         self._by_order: defaultdict[Any, list[Candidate]] = defaultdict(list)
         self._num_grouped = 0  # candidates that are in the groups by order
 
-    def true_costs(self, option: Option) -> Costs:
+    def actual_costs(self, option: PlanOption) -> Costs:
         """Return the costs of an option's stages."""
-        key = self._stages_of(option)
+        key = self._cost_key(option)
         if key not in self._costs:
             self._costs[key] = self._request.costs_of(option)
         return self._costs[key]
 
-    def costs(self, option: Option) -> Costs:
+    def scaled_costs(self, option: PlanOption) -> Costs:
         """Return the costs to plan by, in which all ranks have the same limit."""
-        key = self._stages_of(option)
+        key = self._cost_key(option)
         if key not in self._counted:
-            costs, limits = self.true_costs(option), self._rank_limits(option)
-            self._counted[key] = costs if limits is None else limits.count(costs)
+            costs, limits = self.actual_costs(option), self._rank_limits(option)
+            self._counted[key] = costs if limits is None else limits.scale_to_common_limit(costs)
         return self._counted[key]
 
-    def _stages_of(self, option: Option) -> tuple[Any, ...]:
+    def _cost_key(self, option: PlanOption) -> tuple[Any, ...]:
         """Return that of an option by which its stages' costs and weights follow."""
         computed = option.recompute, option.head_weight_grad
         counts = option.num_microbatches, option.num_sequence_slices
         return self._request.placement_of(option), *counts, *computed, option.num_kept
 
-    def _rank_limits(self, option: Option) -> RankLimits | None:
-        key = self._stages_of(option)
+    def _rank_limits(self, option: PlanOption) -> RankLimits | None:
+        key = self._cost_key(option)
         if key not in self._limits:
             self._limits[key] = self._request.limits_of(option)
         return self._limits[key]
 
-    def limit(self, option: Option) -> float | None:
+    def limit(self, option: PlanOption) -> float | None:
         """Return the most memory for an option's activations on a rank, as costs count it."""
         limits = self._rank_limits(option)
-        return None if limits is None else limits.largest
+        return None if limits is None else limits.common_limit
 
-    def _true_peak(self, option: Option, peaks: Sequence[float]) -> float:
+    def _actual_peak(self, option: PlanOption, peaks: Sequence[float]) -> float:
         """Return the largest memory of a rank."""
         limits = self._rank_limits(option)
-        return max(peaks) if limits is None else max(map(limits.true, range(len(peaks)), peaks))
+        return (
+            max(peaks)
+            if limits is None
+            else max(map(limits.actual_memory, range(len(peaks)), peaks))
+        )
 
-    def _build(self, option: Option, limit: float | None) -> Schedule:
+    def _build(self, option: PlanOption, limit: float | None) -> Schedule:
         request, name = self._request, option.schedule
         sizes = request.num_ranks, option.num_microbatches, option.num_chunks
-        costs, recipe = self.costs(option), request.recipes[name]
+        costs, recipe = self.scaled_costs(option), request.recipes[name]
         options = {"num_sequence_slices": option.num_sequence_slices, **request.builder_options}
-        return build_by(recipe, name, sizes, costs, limit, **options)
+        return build_from_recipe(recipe, name, sizes, costs, limit, **options)
 
-    def _run(self, jobs: Sequence[tuple[Option, Callable[[Option], None]]]) -> None:
+    def _collect_candidates(
+        self, jobs: Sequence[tuple[PlanOption, Callable[[PlanOption], None]]]
+    ) -> None:
         """Do what may add candidates, and add those of all processes."""
 
-        def run(option: Option, job: Callable[[Option], None]) -> list[Candidate]:
+        def run(option: PlanOption, job: Callable[[PlanOption], None]) -> list[Candidate]:
             num_done = len({candidate.option for candidate in self.candidates})
             num_options = len(self._request.options)
             self._request.show(f"planning {min(num_done + 1, num_options)} of {num_options}")
@@ -312,7 +318,7 @@ class _Trials:
             self.candidates += added
 
     def _in_processes(
-        self, question: Callable[[Option], Any], options: Sequence[Option]
+        self, question: Callable[[PlanOption], Any], options: Sequence[PlanOption]
     ) -> list[Any]:
         """Return an answer for each option, which one process finds."""
         jobs = [(self._places[option], partial(question, option)) for option in options]
@@ -328,12 +334,12 @@ class _Trials:
         """The smallest bound of an order without copies."""
         return min((bound.order for bound in self._bounds.values() if bound.order), default=inf)
 
-    def try_orders(self, options: Sequence[Option]) -> None:
+    def try_orders(self, options: Sequence[PlanOption]) -> None:
         """Plan the orders of options, those with the best bounds first."""
         for phase in _phases(self._sorted(options, "order")):
-            self._run([(option, self._try_unless_slower) for option in phase])
+            self._collect_candidates([(option, self._try_unless_slower) for option in phase])
 
-    def _try_order(self, option: Option) -> None:
+    def _try_order(self, option: PlanOption) -> None:
         """Plan an option without copies, or with the requested share of offload."""
         share = self._request.offload
         try:
@@ -344,34 +350,40 @@ class _Trials:
         except ScheduleError as error:
             self._refuse(option, "none" if share == "auto" else str(share), error)
 
-    def _add_order(self, option: Option) -> None:
+    def _add_order(self, option: PlanOption) -> None:
         schedule = self._build(option, self.limit(option))
         is_alone = len(self._request.options) == 1  # asked for by its name, its copies with it
         if schedule.has_copies and self._request.offload == "none" and not is_alone:
             raise ScheduleError("it copies, and offload is none")
-        self._add(option, "its own" if schedule.has_copies else "none", schedule)
+        self._add_candidate(option, "its own" if schedule.has_copies else "none", schedule)
 
-    def _add_share(self, option: Option, share: str | float) -> None:
+    def _add_share(self, option: PlanOption, share: str | float) -> None:
         free, limit = self._build(option, None), self.limit(option)
-        if self._is_above(self._figures(option, free)[0]):
+        if self._is_above(self._simulate_plan(option, free)[0]):
             raise ScheduleError("even without its copies no faster than the best")
-        planned = offload_activations(free, self.costs(option), share, limit)
-        self._add(option, str(share) if planned[0].has_copies else "none", *planned)
+        planned = offload_activations(free, self.scaled_costs(option), share, limit)
+        self._add_candidate(option, str(share) if planned[0].has_copies else "none", *planned)
 
-    def try_copies(self, tried: Sequence[Option]) -> None:
+    def try_copies(self, tried: Sequence[PlanOption]) -> None:
         """Plan copies for options that may become the fastest, the most promising first."""
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
         for phase in _phases(self._sorted(tried, "copies")):
             wanted = [
-                o for o in phase if not (self.is_bound_too_slow(o) or self._is_slower(o, _COPIED))
+                o
+                for o in phase
+                if not (self.is_bound_too_slow(o) or self._is_dominated(o, _COPIED))
             ]
-            seconds = dict(zip(wanted, self._in_processes(self._free, wanted), strict=True))
+            seconds = dict(
+                zip(wanted, self._in_processes(self._bound_with_copies, wanted), strict=True)
+            )
             may_copy = [option for option in wanted if seconds[option] is not None]
             for part in _phases(sorted(may_copy, key=lambda option: seconds[option])):
-                self._run([(o, partial(self._try_to_copy, seconds=seconds[o])) for o in part])
+                self._collect_candidates(
+                    [(o, partial(self._try_to_copy, seconds=seconds[o])) for o in part]
+                )
 
-    def _free(self, option: Option) -> float | None:
+    def _bound_with_copies(self, option: PlanOption) -> float | None:
         """Return a bound on the period of an option's order with copies; None if it needs none."""
         if self._request.recipes[option.schedule].order:  # it has its own
             return None
@@ -385,31 +397,31 @@ class _Trials:
         self._free_orders[option] = schedule
         copying, limit = 0.0, self.limit(option)
         if limit is not None and option.num_sequence_slices == 1:
-            copying = least_copying(schedule, self.costs(option), limit)
+            copying = copy_seconds_lower_bound(schedule, self.scaled_costs(option), limit)
             if self._is_above(period_to_compare(copying, copies=True)):
                 return copying
-        return max(copying, self._figures(option, schedule)[0])
+        return max(copying, self._simulate_plan(option, schedule)[0])
 
-    def _try_to_copy(self, option: Option, seconds: float) -> None:
+    def _try_to_copy(self, option: PlanOption, seconds: float) -> None:
         best, schedule = best_of(self.candidates), self._free_orders[option]
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("with the copies that it needs no faster than the best")
             planned = self._offload(option, schedule, "auto", self.limit(option))
-            self._add(option, "paged" if planned[1].is_paged else "auto", *planned)
+            self._add_candidate(option, "paged" if planned[1].is_paged else "auto", *planned)
         except ScheduleError as error:
             self._refuse(option, "auto", error)
 
     def _offload(
-        self, option: Option, schedule: Schedule, amount: str, limit: float | None
+        self, option: PlanOption, schedule: Schedule, amount: str, limit: float | None
     ) -> tuple[Schedule, OffloadReport]:
-        true_costs = self.true_costs(option)
+        actual_costs = self.actual_costs(option)
 
         def has_room(offloaded: Schedule) -> bool:
-            return not self._request.host_shortage(offloaded, true_costs)
+            return not self._request.host_shortage(offloaded, actual_costs)
 
         apart = split_every_backward(schedule)
-        return offload_activations(apart, self.costs(option), amount, limit, has_room)
+        return offload_activations(apart, self.scaled_costs(option), amount, limit, has_room)
 
     def try_to_postpone(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
@@ -419,22 +431,27 @@ class _Trials:
             zip(early, self._in_processes(self._period_without_step, early), strict=True)
         )
         promising = sorted(early, key=lambda option: seconds[option])[:_NUM_POSTPONED]
-        self._run([(option, self._postpone) for option in promising])
+        self._collect_candidates([(option, self._postpone) for option in promising])
 
-    def _postpone(self, option: Option) -> None:
+    def _postpone(self, option: PlanOption) -> None:
         num_ranks = self._request.num_ranks
         counts = sorted({num_ranks * quarter // 4 for quarter in range(5)})
-        apart = split_every_backward(self._planned(option))
-        for count in counts if any(step_seconds(apart, self.costs(option))) else ():
+        apart = split_every_backward(self._plan_without_copies(option))
+        for count in (
+            counts if any(optimizer_step_seconds(apart, self.scaled_costs(option))) else ()
+        ):
             with suppress(MemoryLimitError):  # what more of them need as well
-                postponed = postpone_weights(apart, count)
-                self._add(option, "none", postponed, postponed=count)
+                postponed = postpone_weight_gradients(apart, count)
+                self._add_candidate(option, "none", postponed, postponed=count)
 
-    def _period_without_step(self, option: Option) -> float:
-        plan, costs = split_fused_backward(self._planned(option)), self.costs(option)
+    def _period_without_step(self, option: PlanOption) -> float:
+        plan, costs = (
+            split_fused_backward(self._plan_without_copies(option)),
+            self.scaled_costs(option),
+        )
         return steady_period(plan, replace(costs, step=0.0), self._request.has_barrier(option))
 
-    def _planned(self, option: Option) -> Schedule:
+    def _plan_without_copies(self, option: PlanOption) -> Schedule:
         """Return the plan without copies that this process has found for an option."""
         schedules = (
             c.schedule for c in self.candidates if c.option == option and c.offload == "none"
@@ -451,48 +468,48 @@ class _Trials:
         schedule, report = answers[0]
         limits = self._rank_limits(best.option)
         if report is not None and limits is not None:
-            peaks = (*map(limits.true, range(len(limits.limits)), report.peak_memory),)
+            peaks = (*map(limits.actual_memory, range(len(limits.limits)), report.peak_memory),)
             report = replace(report, peak_memory=peaks)
         self.candidates[place] = replace(best, schedule=schedule, report=report)
         return self.candidates[place]
 
-    def best_effort(self) -> Candidate | None:
+    def full_offload_plan(self) -> Candidate | None:
         """Return the plan that offloads the most; None if plans have to fit."""
         request = self._request
         if request.must_fit or len(request.options) > 1 or self._least_memory == inf:
             return None
         option = request.options[0]
         planned = self._offload(option, self._build(option, None), "full", None)
-        period, bubble, peaks, makespan = self._figures(option, planned[0])
-        figures = period, bubble, self._true_peak(option, peaks), makespan
+        period, bubble, peaks, makespan = self._simulate_plan(option, planned[0])
+        figures = period, bubble, self._actual_peak(option, peaks), makespan
         return Candidate(option, "full", "", *figures, *planned)
 
-    def _add(
+    def _add_candidate(
         self,
-        option: Option,
+        option: PlanOption,
         offload: str,
         schedule: Schedule,
         report: OffloadReport | None = None,
         postponed: int = 0,
     ) -> None:
-        host_shortage, costs = self._request.host_shortage, self.true_costs(option)
+        host_shortage, costs = self._request.host_shortage, self.actual_costs(option)
         shortage = schedule.has_copies and host_shortage(schedule, costs)
         if shortage:
-            raise HostShortageError(shortage)
-        period, bubble, peaks, makespan = self._figures(option, schedule)
+            raise HostMemoryLimitError(shortage)
+        period, bubble, peaks, makespan = self._simulate_plan(option, schedule)
         limit, needed = self.limit(option), max(peaks)
         # B may leave more than F did, so a plan that fits as it is built may not as it runs.
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
-        figures = period, bubble, self._true_peak(option, peaks), makespan
+        figures = period, bubble, self._actual_peak(option, peaks), makespan
         self._new.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
 
-    def _figures(
-        self, option: Option, schedule: Schedule
+    def _simulate_plan(
+        self, option: PlanOption, schedule: Schedule
     ) -> tuple[float, float, Sequence[float], float]:
         """Return period, bubble, ranks' memory and makespan of a schedule as it is executed."""
-        costs = self.costs(option)
+        costs = self.scaled_costs(option)
         early = self._request.steps_early(option)
         plan = as_executed(schedule, costs, early)
         timeline = simulate(plan, costs)
@@ -500,12 +517,12 @@ class _Trials:
         bubble = period_bubble(timeline, period)
         return period, bubble, timeline.peak_memory, timeline.makespan
 
-    def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
+    def _refuse(self, option: PlanOption, offload: str, error: ScheduleError) -> None:
         self._error = error
         if isinstance(error, MemoryLimitError):
-            needed = self._true_need(option, error)
+            needed = self._actual_need(option, error)
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
-        elif isinstance(error, HostShortageError):
+        elif isinstance(error, HostMemoryLimitError):
             refused = Candidate(option, offload, "the hosts have no room for what it offloads")
         else:
             refused = Candidate(option, offload, str(error).partition("\n")[0])
@@ -518,7 +535,7 @@ class _Trials:
         needs = (self._needed_limit(each.option, each.peak_memory or 0.0) for each in refused)
         return min((needed for needed, _, _ in needs), default=inf)
 
-    def _needed_limit(self, option: Option, needed: float) -> tuple[float, float, str]:
+    def _needed_limit(self, option: PlanOption, needed: float) -> tuple[float, float, str]:
         """Return the limit that activations of such a size need, that which is given, and a name.
 
         Where ranks have limits of their own, both are those of the rank that has least in
@@ -530,10 +547,10 @@ class _Trials:
         memory = request.memory_without_activations(option)
         if not isinstance(memory, Sequence):
             return needed + memory, request.memory_limit, ""
-        rank = limits.tightest(self.true_costs(option))
+        rank = limits.tightest(self.actual_costs(option))
         return needed, limits.limits[rank], request.name_rank(option, rank)
 
-    def may_gain(self, option: Option) -> bool:
+    def is_worth_searching(self, option: PlanOption) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
         request, best, why = self._request, best_of(self.candidates), ""
         promised = inf if best is None else best.score / (self._bounds[option].order or inf) - 1
@@ -548,21 +565,21 @@ class _Trials:
             self.candidates.append(Candidate(option, "none", f"not searched for: {why}"))
         return not why
 
-    def is_bound_too_slow(self, option: Option) -> bool:
+    def is_bound_too_slow(self, option: PlanOption) -> bool:
         """Return whether the bound of an option shows that it is slower than the best."""
         return self._is_above(period_to_compare(self._bounds[option].copies, copies=True))
 
-    def _sorted(self, options: Sequence[Option], bound: str) -> list[Option]:
+    def _sorted(self, options: Sequence[PlanOption], bound: str) -> list[PlanOption]:
         """Return options with the best bounds first; of about equal ones those of least memory."""
         least = min((getattr(self._bounds[option], bound) for option in options), default=0.0)
 
-        def key(option: Option) -> tuple[float, Any]:
+        def key(option: PlanOption) -> tuple[float, Any]:
             times = getattr(self._bounds[option], bound) / (least or 1.0)
             return round(min(times, _MANY_TIMES), 2), [-rank for rank in _saving(option)]
 
         return sorted(options, key=key)
 
-    def _is_slower(self, option: Option, offloads: Sequence[str]) -> bool:
+    def _is_dominated(self, option: PlanOption, offloads: Sequence[str]) -> bool:
         """Whether an option that needs less memory shows that this is slower than the best.
 
         It has the same order, for more microbatches or with more recomputed: it did not fit, or
@@ -584,7 +601,7 @@ class _Trials:
                     return True
         return False
 
-    def _of_same_order(self, option: Option) -> list[Candidate]:
+    def _of_same_order(self, option: PlanOption) -> list[Candidate]:
         """Return the candidates that differ from an option only in what :func:`_saving` counts."""
         for candidate in self.candidates[self._num_grouped :]:
             self._by_order[_order_of(candidate.option)].append(candidate)
@@ -598,14 +615,16 @@ class _Trials:
         above = self._request.omits_above if best is None else best.score
         return bound > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
-    def _try_unless_slower(self, option: Option) -> None:
-        is_slower = self._is_above(self._bounds[option].order) or self._is_slower(option, _ORDERS)
+    def _try_unless_slower(self, option: PlanOption) -> None:
+        is_slower = self._is_above(self._bounds[option].order) or self._is_dominated(
+            option, _ORDERS
+        )
         if is_slower or self._is_above(self._bound_of_own_copies(option)):
             self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
         else:
             self._try_order(option)
 
-    def _bound_of_own_copies(self, option: Option) -> float:
+    def _bound_of_own_copies(self, option: PlanOption) -> float:
         """Return a lower bound on the score of an option that copies of its own accord; else 0."""
         order = self._request.recipes[option.schedule].order
         if not order or self._request.omits_above is None:
@@ -613,36 +632,38 @@ class _Trials:
         free = replace(option, schedule=order)
         if free not in self._free_periods:
             try:
-                self._free_periods[free] = self._figures(free, self._build(free, None))[0]
+                self._free_periods[free] = self._simulate_plan(free, self._build(free, None))[0]
             except ScheduleError:
                 self._free_periods[free] = 0.0
         return period_to_compare(self._free_periods[free], copies=True)
 
-    def _bound(self, option: Option) -> _Bound:
+    def _bound(self, option: PlanOption) -> _Bound:
         """Return lower bounds on the period of an option; 0 if its stages are unknown."""
         try:
-            costs = self.costs(option)
+            costs = self.scaled_costs(option)
         except ScheduleError:
             return _Bound()
         request, placement = self._request, self._request.placement_of(option)
-        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
+        seconds, latencies = costs.seconds_by_kind(len(placement)), costs.latencies(placement)
         if option.num_sequence_slices > 1:  # a rank begins sooner: its work alone is the bound
-            work = most_work(seconds, placement, option.num_microbatches)
+            work = max_rank_work(seconds, placement, option.num_microbatches)
             return _Bound(work, work, work)
         sizes = seconds, latencies, placement, option.num_microbatches
         if request.has_barrier(option):
-            work = earliest_end(*sizes)
+            work = makespan_lower_bound(*sizes)
         else:
-            work = most_work(seconds, placement, option.num_microbatches)
-        least, limit = max(work, least_span(*sizes)), self.limit(option)
+            work = max_rank_work(seconds, placement, option.num_microbatches)
+        least, limit = max(work, span_lower_bound(*sizes)), self.limit(option)
         if limit is None:
             return _Bound(work, least, least)
         arguments = costs, placement, option.num_microbatches, limit
-        copies = max(least, least_in_memory(*arguments, copies=True))
+        copies = max(least, memory_limited_lower_bound(*arguments, copies=True))
         may_stay = (
             request.offload in ("auto", "none") and not request.recipes[option.schedule].order
         )
-        order = max(least, least_in_memory(*arguments, copies=False)) if may_stay else copies
+        order = (
+            max(least, memory_limited_lower_bound(*arguments, copies=False)) if may_stay else copies
+        )
         return _Bound(work, order, copies)
 
     def no_plan(self) -> ScheduleError:
@@ -652,7 +673,7 @@ class _Trials:
             if not has_limit or not isinstance(self._error, MemoryLimitError):
                 return self._error
             sentence, option = self._error.args[0], self._request.options[0]
-            needs = self._needed_limit(option, self._true_need(option, self._error))
+            needs = self._needed_limit(option, self._actual_need(option, self._error))
         elif not has_limit or self._least_memory == inf:
             return ScheduleError(f"no plan can be made: {self.candidates[0].reason}")
         else:
@@ -666,15 +687,15 @@ class _Trials:
             sentence = sentence.replace("{limit}", f"{{limit}} of {rank}", 1)
         return MemoryLimitError(sentence, limit, needed)
 
-    def _true_need(self, option: Option, error: MemoryLimitError) -> float:
+    def _actual_need(self, option: PlanOption, error: MemoryLimitError) -> float:
         """Return what the tightest rank needs, of what an option needs as costs count it."""
         needed, limits = error.args[2], self._rank_limits(option)
         if limits is None:
             return float(needed)
-        return limits.true(limits.tightest(self.true_costs(option)), needed)
+        return limits.actual_memory(limits.tightest(self.actual_costs(option)), needed)
 
 
-def _phases(options: Sequence[Option]) -> Iterator[Sequence[Option]]:
+def _phases(options: Sequence[PlanOption]) -> Iterator[Sequence[PlanOption]]:
     start, size = 0, 1
     while start < len(options):
         yield options[start : start + size]

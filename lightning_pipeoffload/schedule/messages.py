@@ -47,7 +47,7 @@ def peers_of(plan: Schedule, rank: int) -> set[int]:
     return {plan.rank_of(stage) for stage in near if 0 <= stage < plan.num_stages} - {rank}
 
 
-def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
+def delivered_sends_by_recv(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
     """Return, for RECVs of a rank, the SENDs of that rank that must have arrived before.
 
     The peer has received these before it sent the message. Each SEND is listed with the first RECV
@@ -68,7 +68,7 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
     return delivered
 
 
-def sends_before(plan: Schedule) -> Mapping[Action, int]:
+def num_required_sends(plan: Schedule) -> Mapping[Action, int]:
     """Return, for each RECV, the number of its rank's SENDs on which the message depends.
 
     Dependencies may go over other ranks. Once the rank has sent these, the message arrives whatever
@@ -76,14 +76,16 @@ def sends_before(plan: Schedule) -> Mapping[Action, int]:
     """
     before: dict[Action, int] = {}
     under_way: dict[Action, Sequence[int]] = {}
-    walks = [_walk(plan, rank, before, under_way) for rank in range(plan.num_ranks)]
+    walks = [
+        _count_send_dependencies(plan, rank, before, under_way) for rank in range(plan.num_ranks)
+    ]
     seen, waiting = None, [next(walk, None) for walk in walks]
     while waiting != seen:
         seen, waiting = waiting, [next(walk, None) for walk in walks]
     return before
 
 
-def _walk(
+def _count_send_dependencies(
     plan: Schedule, rank: int, before: dict[Action, int], under_way: dict[Action, Sequence[int]]
 ) -> Iterator[Action]:
     """Record for each message how many SENDs of every rank it depends on, while it is under way.
@@ -110,7 +112,7 @@ class OpenReceives:
         post: Called with each receive when it is posted, and with the rank of its sender.
         expected: For compute actions, the receives whose messages may come from then on; None: any
             may at any time.
-        before: Those of :func:`sends_before`, if they are known.
+        before: Those of :func:`num_required_sends`, if they are known.
 
     Attributes:
         during: For compute actions, the receives to post when they :meth:`begin`.
@@ -126,7 +128,7 @@ class OpenReceives:
     ) -> None:
         receives = [action for action in plan[rank] if action.kind in RECVS]
         self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in receives}
-        known = sends_before(plan) if before is None else before
+        known = num_required_sends(plan) if before is None else before
         self._sends_before = {receive: known.get(receive, 0) for receive in receives}
         self._post = post
         self.during = expected or {}
@@ -141,7 +143,7 @@ class OpenReceives:
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._reached: set[Action] = set()
 
-    def expect(self, actions: Iterable[Action]) -> None:
+    def queue_receives(self, actions: Iterable[Action]) -> None:
         """Add the receives of the next actions, in the order of each edge's messages."""
         for action in actions:
             if action.kind in RECVS:
@@ -253,14 +255,14 @@ def _num_delivered(plan: Schedule, rank: int) -> dict[Action, int]:
     """Return, for RECVs of a rank, how many of its SENDs to their sender have arrived before."""
     delivered: dict[Action, int] = {}
     totals: Counter[int] = Counter()
-    for receive, sends in arrived_before(plan, rank).items():  # edge by edge, in order
+    for receive, sends in delivered_sends_by_recv(plan, rank).items():  # edge by edge, in order
         peer = plan.rank_of(send_of(receive).stage)
         totals[peer] += len(sends)
         delivered[receive] = totals[peer]
     return delivered
 
 
-def most_pending(plan: Schedule, rank: int) -> dict[int, int]:
+def max_pending_sends(plan: Schedule, rank: int) -> dict[int, int]:
     """Return for each peer how many messages of a rank are pending at once in a plan's steps."""
     pending: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -286,7 +288,7 @@ def most_pending(plan: Schedule, rank: int) -> dict[int, int]:
 _STARTS = {Kind.SEND_F, Kind.OFFLOAD}
 
 
-def actions_ahead(plan: Schedule) -> list[list[Action]]:
+def speculative_actions(plan: Schedule) -> list[list[Action]]:
     """Return the actions of each rank that may run before all ranks have ended the previous step.
 
     Only when all ranks have ended it is it known whether its gradients are clipped; if that changes

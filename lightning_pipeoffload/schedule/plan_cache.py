@@ -34,7 +34,7 @@ _DAMAGES = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionE
 
 
 @dataclass(frozen=True)
-class PlanQuestion:
+class PlanCacheKey:
     """The problem that a plan solves.
 
     Attributes:
@@ -102,7 +102,7 @@ class PlanCache:
         """
         self.folder = _users_folder() if folder is None else Path(folder)
 
-    def find(self, question: PlanQuestion) -> CachedPlan | None:
+    def find(self, question: PlanCacheKey) -> CachedPlan | None:
         """Return the plan of a question or of the most similar one; None if there is none.
 
         A damaged file is ignored, with a warning.
@@ -121,7 +121,7 @@ class PlanCache:
         return next(filter(None, (_read(path, numbers) for _, path in closest)), None)
 
     def store(
-        self, question: PlanQuestion, schedule: Schedule, remarks: Mapping[str, Any] | None = None
+        self, question: PlanCacheKey, schedule: Schedule, remarks: Mapping[str, Any] | None = None
     ) -> None:
         """Store a plan in place of an earlier one; a folder that cannot be written is logged.
 
@@ -133,16 +133,16 @@ class PlanCache:
         numbers = question.numbers
         text = _written(schedule, numbers, remarks or {})
         # Measured costs differ in every run, so each run adds one.
-        store_text(self._path(question, numbers), text, f"{question.family}-*.json")
+        write_and_prune(self._path(question, numbers), text, f"{question.family}-*.json")
 
-    def _path(self, question: PlanQuestion, numbers: list[int]) -> Path:
+    def _path(self, question: PlanCacheKey, numbers: list[int]) -> Path:
         return self.folder / f"{question.family}-{_digest(json.dumps(numbers))[:16]}.json"
 
-    def _near(self, question: PlanQuestion) -> Iterator[Path]:
+    def _near(self, question: PlanCacheKey) -> Iterator[Path]:
         return self.folder.glob(f"{question.family}-*.json")
 
 
-def store_text(path: Path, text: str, family: str) -> None:
+def write_and_prune(path: Path, text: str, family: str) -> None:
     """Write a file in place of an earlier one, and delete the oldest of the files like it.
 
     A folder that cannot be written is logged.

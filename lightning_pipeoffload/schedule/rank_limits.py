@@ -35,11 +35,11 @@ class RankLimits:
     placement: tuple[int, ...]
 
     @property
-    def largest(self) -> float:
+    def common_limit(self) -> float:
         """The limit of every rank, by sizes as they are counted."""
         return max(self.limits)
 
-    def count(self, costs: Costs) -> Costs:
+    def scale_to_common_limit(self, costs: Costs) -> Costs:
         """Return the costs with the memory of each rank in shares of its limit."""
         if len({*self.limits}) == 1:
             return costs
@@ -54,15 +54,15 @@ class RankLimits:
         }
         return replace(costs, **counted)
 
-    def true(self, rank: int, counted: float) -> float:
+    def actual_memory(self, rank: int, counted: float) -> float:
         """Return the memory of a rank that was counted so."""
         return counted * self._share(rank)
 
     def _share(self, rank: int) -> float:
-        largest = self.largest
+        largest = self.common_limit
         return max(self.limits[rank] / largest, _LEAST) if largest else 1.0
 
-    def true_error(
+    def error_of_tightest_rank(
         self, error: MemoryLimitError, costs: Costs, name_rank: Callable[[int], str]
     ) -> MemoryLimitError:
         """Return a refusal by counted sizes as one of the rank that has least in proportion.
@@ -77,7 +77,7 @@ class RankLimits:
         sentence, _, needed = error.args
         rank = self.tightest(costs)
         named = sentence.replace("{limit}", f"{{limit}} of {name_rank(rank)}", 1)
-        return MemoryLimitError(named, self.limits[rank], self.true(rank, needed))
+        return MemoryLimitError(named, self.limits[rank], self.actual_memory(rank, needed))
 
     def tightest(self, costs: Costs) -> int:
         """Return the rank on which one microbatch takes the largest share of the limit.
@@ -86,7 +86,7 @@ class RankLimits:
             costs: As they are, not counted.
         """
         taken = [0.0] * len(self.limits)
-        counted = self.count(costs).per_stage("activation", len(self.placement))
+        counted = self.scale_to_common_limit(costs).per_stage("activation", len(self.placement))
         for size, rank in zip(counted, self.placement, strict=True):
             taken[rank] += size
         return taken.index(max(taken))

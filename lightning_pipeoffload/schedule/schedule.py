@@ -270,7 +270,7 @@ def v_placement(num_ranks: int, num_chunks: int = 2) -> tuple[int, ...]:
     )
 
 
-def places_of(placement: Sequence[int]) -> list[int]:
+def device_indices(placement: Sequence[int]) -> list[int]:
     """Return, for each pipeline rank, the index of its device in the user's list of devices.
 
     Device 0 runs the last stage, so that the process with Lightning's loggers has the loss. Where
@@ -291,7 +291,9 @@ def stages_on(placement: tuple[int, ...], rank: int) -> list[int]:
 _ADDS_IN = {Kind.F: (Kind.F,), Kind.B: (Kind.B,), Kind.W: (Kind.W,), Kind.BW: (Kind.B, Kind.W)}
 
 
-def sums_alike(one: Schedule, other: Schedule, tied: Iterable[Collection[int]] = ()) -> bool:
+def accumulates_in_same_order(
+    one: Schedule, other: Schedule, tied: Iterable[Collection[int]] = ()
+) -> bool:
     """Return whether each stage runs its F's, B's and W's in the same order in both schedules.
 
     Stages on one rank that share a weight accumulate into one gradient, so their B's and W's are

@@ -22,7 +22,7 @@ LEAST_TOKENS = 2
 """Tokens of the shortest slice."""
 
 
-def of_every_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
+def expand_to_stages(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
     """Return a cost for every stage.
 
     Raises:
@@ -134,7 +134,7 @@ class Slices:
             names = "key_values", "key_value_gradients"
             held, gradients = (self.divide(name, activations, num_slices) for name in names)
             return held, gradients
-        shares = of_every_stage("slices.key_values", self.key_values, len(activations))
+        shares = expand_to_stages("slices.key_values", self.key_values, len(activations))
         whole = [share * kept for share, kept in zip(shares, activations, strict=True)]
         held = Slices(self.sizes).divide("key_values", whole, num_slices)
         return held, held
@@ -148,7 +148,7 @@ class Slices:
     def _shares_of(self, name: str, num_stages: int) -> Iterator[tuple[float, ...]]:
         """Yield the quadratic share at every stage, and that of the code after the blocks."""
         for share in (f"quadratic_{name}", f"end_{name}"):
-            yield of_every_stage(f"slices.{share}", getattr(self, share, 0.0), num_stages)
+            yield expand_to_stages(f"slices.{share}", getattr(self, share, 0.0), num_stages)
 
 
 def _costs_of_slices(
@@ -173,7 +173,7 @@ def _check_shares(name: str, value: Any) -> None:
         raise ScheduleError(f"costs.slices.{name} ({value}) must be {words}")
 
 
-def cut_positions(
+def slice_ends(
     num_tokens: int, num_slices: int, linear: float = 1.0, quadratic: float = 0.0
 ) -> tuple[int, ...]:
     """Return where each slice of a sequence ends, so that all cost about the same.

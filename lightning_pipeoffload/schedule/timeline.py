@@ -85,7 +85,7 @@ class Timeline:
         span, busy = max(zip(self.span, self.busy, strict=True))
         return 1 - busy / span if span else 0.0
 
-    def number_of(self, action: Action) -> str:
+    def microbatch_label(self, action: Action) -> str:
         """Return an action's microbatch, and after a point its slice where it has several."""
         count = self.num_sequence_slices
         microbatch, part = divmod(action.microbatch, count)

@@ -55,7 +55,7 @@ def validate(schedule: Schedule) -> None:
     if schedule.num_sequence_slices > 1:
         _check_slices(schedule)
     if any(KINDS[kind].follows for kind in schedule.kinds - _COMPUTED):
-        _check_lives(schedule)
+        _check_copies(schedule)
     if schedule.final_kind is not None:
         _check_final(schedule, schedule.final_kind)
     if schedule.has_transfers:
@@ -150,7 +150,7 @@ def _names(kinds: Sequence[Kind]) -> str:
     return " ".join(kind.value for kind in kinds) or "nothing"
 
 
-def _check_lives(schedule: Schedule) -> None:
+def _check_copies(schedule: Schedule) -> None:
     """Check the copies of each stage and microbatch against the table of kinds."""
     lives: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):

@@ -251,7 +251,7 @@ class PackedRows:
         return tokens, torch.cat([ignored, labels[1:]])
 
 
-def find_texts(position_ids: Tensor) -> list[int]:
+def find_text_starts(position_ids: Tensor) -> list[int]:
     """Return where the texts of a row begin, and what they leave of it."""
     return position_ids.flatten().eq(0).nonzero().flatten().tolist()
 

@@ -192,13 +192,15 @@ def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False
     Returns:
         The indices of the texts in each part.
     """
-    candidates = [_improved(_difference(costs, num_parts, equal_counts=True), costs)]
+    candidates = [_improved(_differencing_partition(costs, num_parts, equal_counts=True), costs)]
     if not equal_counts:
-        candidates.append(_improved(_difference(costs, num_parts, equal_counts=False), costs))
+        candidates.append(
+            _improved(_differencing_partition(costs, num_parts, equal_counts=False), costs)
+        )
     return min(candidates, key=lambda parts: max(_weights(parts, costs), default=0.0))
 
 
-def _difference(costs: Sequence[float], num_parts: int, equal_counts: bool) -> Parts:
+def _differencing_partition(costs: Sequence[float], num_parts: int, equal_counts: bool) -> Parts:
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     size = num_parts if equal_counts else 1
     ties = count()

@@ -296,7 +296,7 @@ def step():
 def test_a_step_has_a_period_if_another_one_follows_by_the_same_plan(step):
     alone = {"samples": 7, "step_seconds": 20}
     assert step.read(TIMER) == alone
-    step.follow_with(plan_from(29))
+    step.end_period(plan_from(29))
     assert step.read(TIMER) == {**alone, "period_seconds": 24, "bubble": 0.5}
     step.omit_period()  # the plan was made anew
     assert step.read(TIMER) == alone

@@ -14,16 +14,16 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import save as torch_save
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.checkpoints import PartWriter, present
+from lightning_pipeoffload.checkpoints import PartWriter, existing_path
 from lightning_pipeoffload.checkpoints import file as checkpoint_file
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, replacing
+from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO, replace_atomically
 
 # A fork: importing torch anew would take longer than all that is killed.
 FORK = get_context("fork")
 
 
 def save(path, form, content):
-    with replacing(path, folder=form == "folder") as part:
+    with replace_atomically(path, folder=form == "folder") as part:
         for name in "ab" if form == "folder" else [""]:
             (part / name).write_text(content)
 
@@ -80,7 +80,7 @@ def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_the_next_save_cleans_
         process = FORK.Process(target=save_until, args=(path, form, str(event + 1), event))
         process.start()
         process.join()
-        found = set(read(present(path)))
+        found = set(read(existing_path(path)))
         assert len(found) == 1
         assert found <= before | {str(event + 1)}
         before = found
@@ -98,7 +98,7 @@ def test_a_file_of_the_users_stays(tmp_path, name):
 
 
 def test_what_another_run_is_writing_stays(tmp_path):
-    with replacing(tmp_path / "other.ckpt") as part:
+    with replace_atomically(tmp_path / "other.ckpt") as part:
         save(tmp_path / "last.ckpt", "file", "new")
         part.write_text("other")
     assert read(tmp_path / "other.ckpt") == ["other"]
@@ -137,7 +137,7 @@ def save_with_limits(path, form):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         if form == "file":
             with pytest.raises(OSError, match="File too large"):
-                MovingCheckpointIO().save_checkpoint(values, path)
+                AtomicCheckpointIO().save_checkpoint(values, path)
         else:
             path.mkdir(exist_ok=True)
             with pytest.raises(CheckpointException) as raised:
@@ -168,8 +168,8 @@ def test_a_part_is_not_written_to_a_disk_that_global_rank_0_does_not_share(tmp_p
 def test_a_removed_checkpoint_is_gone(tmp_path, form):
     path = tmp_path / "last.ckpt"
     save(path, form, "old")
-    MovingCheckpointIO().remove_checkpoint(path)
-    MovingCheckpointIO().remove_checkpoint(path)
+    AtomicCheckpointIO().remove_checkpoint(path)
+    AtomicCheckpointIO().remove_checkpoint(path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +179,7 @@ def test_an_asynchronous_checkpoint_is_moved_too(tmp_path):
     strategy.checkpoint_io.save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
     strategy.checkpoint_io.teardown()
     assert torch.load(tmp_path / "last.ckpt") == {"step": 1}
-    assert isinstance(strategy.checkpoint_io.checkpoint_io, MovingCheckpointIO)
+    assert isinstance(strategy.checkpoint_io.checkpoint_io, AtomicCheckpointIO)
 
 
 def test_a_writer_of_files_is_refused_where_folders_are_written():

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO
+from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO
 from lightning_pipeoffload.checkpoints.folder import (
     read_checkpoint_folder,
     refuse_incomplete_folder,
 )
 from lightning_pipeoffload.checkpoints.saved_values import (
-    LateTensor,
-    described_shapes,
+    DeferredTensor,
+    picklable_shapes,
     shapes_of,
 )
 from lightning_pipeoffload.runtime import StoredTensor
@@ -34,13 +34,13 @@ def raw(tensor):
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)], ids=str)
 def test_what_comes_late_is_loaded_as_any_other_tensor(dtype, shape, tmp_path):
     value = torch.randint(0, 100, shape).to(dtype)
-    late = LateTensor(value.to("meta"), lambda: value)
+    late = DeferredTensor(value.to("meta"), lambda: value)
     torch.save({"late": [late, late], "state_dict": {"there": value}}, tmp_path / "file.ckpt")
     first, second = torch.load(tmp_path / "file.ckpt", weights_only=True)["late"]
     assert (first.dtype, first.shape, raw(first)) == (dtype, value.shape, raw(value))
     assert first.data_ptr() == second.data_ptr()
     assert zipfile.ZipFile(tmp_path / "file.ckpt").testzip() is None
-    stored = MovingCheckpointIO().load_checkpoint(tmp_path / "file.ckpt")["state_dict"]["there"]
+    stored = AtomicCheckpointIO().load_checkpoint(tmp_path / "file.ckpt")["state_dict"]["there"]
     assert isinstance(stored, StoredTensor)
     assert raw(stored.value()) == raw(value)
 
@@ -48,7 +48,7 @@ def test_what_comes_late_is_loaded_as_any_other_tensor(dtype, shape, tmp_path):
 def test_shapes_that_are_sent_are_those_of_all_entries():
     inner = OrderedDict(a=torch.ones(2, 3).t(), b=[torch.ones(1), 2.0], c=None)
     entries = {"weight": nn.Parameter(torch.ones(4)), "states": {0: {"extra": inner}}}
-    sent = pickle.loads(pickle.dumps(described_shapes(entries, 1)))
+    sent = pickle.loads(pickle.dumps(picklable_shapes(entries, 1)))
     assert repr(sent) == repr(shapes_of(entries, 1))
     assert sent["states"][0]["extra"]["a"].stride() == inner["a"].stride()
 
@@ -75,7 +75,7 @@ def test_only_what_ranks_share_out_is_read_later(saved, monkeypatch):
     checkpoint, path = saved
     reads = []
     monkeypatch.setattr(StoredTensor, "value", lambda stored: reads.append(stored))
-    found = MovingCheckpointIO().load_checkpoint(path, weights_only=True)
+    found = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     assert (reads, found["epoch"]) == ([], 3)
     assert all(isinstance(value, StoredTensor) for value in found["state_dict"].values())
     [states] = found["optimizer_states"]
@@ -88,7 +88,7 @@ def test_only_what_ranks_share_out_is_read_later(saved, monkeypatch):
 
 def test_what_is_read_is_what_was_saved(saved):
     checkpoint, path = saved
-    found = MovingCheckpointIO().load_checkpoint(path)
+    found = AtomicCheckpointIO().load_checkpoint(path)
     os.remove(path)  # what is open stays
     weight = found["state_dict"]["weight"].value()
     assert weight.stride() == checkpoint["state_dict"]["weight"].stride()
@@ -99,13 +99,13 @@ def test_what_is_read_is_what_was_saved(saved):
 def test_a_file_of_the_old_format_is_read_at_once(saved):
     checkpoint, path = saved
     torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
-    found = MovingCheckpointIO().load_checkpoint(path)
+    found = AtomicCheckpointIO().load_checkpoint(path)
     assert type(found["state_dict"]["weight"]) is torch.Tensor
 
 
 def read(folder):
     refuse_incomplete_folder(folder) if not (folder / "meta.pt").exists() else None
-    rest = MovingCheckpointIO().load_checkpoint(folder / "meta.pt")
+    rest = AtomicCheckpointIO().load_checkpoint(folder / "meta.pt")
     whole = read_checkpoint_folder(folder, rest, weights_only=True, fits=False)
     return whole["state_dict"]["weight"].value()
 

@@ -11,7 +11,7 @@ from lightning_pipeoffload.cli.layouts import PlannedLayout
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.schedule import Option, ScheduleError, make_plan, options
+from lightning_pipeoffload.schedule import PlanOption, ScheduleError, make_plan, options
 from tests.support.composed import composed
 from tests.support.pairs import slow
 
@@ -41,7 +41,7 @@ def fastest(planner, num_ranks):
         wanted = options([4, 8], recompute=["none", "cheap", "full"])
         settings = replace(planner.settings, offload="auto", sharding=sharding)
         try:
-            request = planner.in_layout(settings).request(wanted, num_ranks)
+            request = planner.with_settings(settings).request(wanted, num_ranks)
             found.append(make_plan(request).best.score)
         except ScheduleError:
             continue
@@ -77,7 +77,7 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
     planner = ModelPlanner(advised)
     settings = planner.settings_named(advised.strategy.schedule)
     option = settings.option(advised.num_microbatches)
-    request = planner.in_layout(settings).request([option], advised.num_ranks)
+    request = planner.with_settings(settings).request([option], advised.num_ranks)
     taken = make_plan(request).best
     # Plans within 1 % are about equal, and the planner leaves messages out of the memory.
     assert taken.score <= 1.05 * fastest(planner, advised.num_ranks)
@@ -95,8 +95,8 @@ def test_more_ranks_are_named_only_where_nothing_fits():
 
 def test_the_words_for_a_head_in_b_are_understood():
     config = composed("plan", *WIDE, "num_ranks=2", "schedule=zb_h1", "device_memory=1GiB")
-    planner = ModelPlanner(config).in_layout(PipelineSettings(num_microbatches=4))
-    option = Option("zb_h1", 1, 4, head_weight_grad="B")
+    planner = ModelPlanner(config).with_settings(PipelineSettings(num_microbatches=4))
+    option = PlanOption("zb_h1", 1, 4, head_weight_grad="B")
     plan, needs = planner.plan(planner.request([option], 2))
     planned = PlannedLayout(planner, plan, needs)
     asked = planner.settings_named("zb_h1")

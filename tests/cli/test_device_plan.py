@@ -15,7 +15,7 @@ from lightning_pipeoffload.cli.devices import DEVICES, FP16_SUMS, device_named, 
 from lightning_pipeoffload.cli.layout_search import LayoutSearch
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.schedule import Option, ScheduleError, bytes_text
+from lightning_pipeoffload.schedule import PlanOption, ScheduleError, bytes_text
 from tests.support.composed import composed
 
 SMALL = (
@@ -41,8 +41,8 @@ def planned(capsys, *overrides):
 def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches():
     config = plan_config("+trainer.precision=bf16-mixed", "efficiency=0.4")
     planner = ModelPlanner(config)
-    costs = planner.costs_of(Option("zb_h1", 1, 4), 2)
-    seconds = sum(map(sum, costs.compute(2).values()))
+    costs = planner.costs_of(PlanOption("zb_h1", 1, 4), 2)
+    seconds = sum(map(sum, costs.seconds_by_kind(2).values()))
     module, batch = make(config, "model"), torch.zeros(2, 33, dtype=torch.long)
     module.log = lambda *args, **more: None
     # Torch counts attention only where it is matrix products.
@@ -139,7 +139,7 @@ def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(caps
     on_host = "+strategy.optimizer_offload=true", "host_bandwidth=50GB", "efficiency=0.5"
     config = plan_config(*on_host)
     planner = ModelPlanner(config)
-    step = planner.costs_of(Option("zb_h1", 1, 4), 2).step
+    step = planner.costs_of(PlanOption("zb_h1", 1, 4), 2).step
     module = make(config, "model")
     moved = sum(28 * parameter.numel() for parameter in module.parameters())  # AdamW in float32
     assert sum(step) == pytest.approx(moved / 25e9)
@@ -301,11 +301,11 @@ def test_slices_of_long_sequences_are_proposed_with_their_gain_and_planned(capsy
 
 def test_slices_of_a_model_take_equal_time_by_its_attention():
     planner = ModelPlanner(plan_config(*LONG, "num_sequence_slices=4"))
-    costs = planner.costs_of(Option("seq_zb", 1, 2, num_sequence_slices=4), 4)
+    costs = planner.costs_of(PlanOption("seq_zb", 1, 2, num_sequence_slices=4), 4)
     seconds = [
         sum(of)
         for of in zip(
-            *(costs.per_unit(n, 4, 4) for n in ("forward", "backward_input", "backward_weight")),
+            *(costs.per_slice(n, 4, 4) for n in ("forward", "backward_input", "backward_weight")),
             strict=True,
         )
     ]

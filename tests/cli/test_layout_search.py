@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_pipeoffload.cli import layout_search
 from lightning_pipeoffload.cli.devices import DEVICES
 from lightning_pipeoffload.cli.machine_links import Links
-from lightning_pipeoffload.plan import plan, with_searched
+from lightning_pipeoffload.plan import add_auto_overrides, plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import ScheduleError
 from tests.support.composed import composed
@@ -240,9 +240,9 @@ def test_a_large_layout_that_is_the_fastest_is_found(monkeypatch, count, network
 def test_with_devices_what_is_not_given_is_searched():
     given = ["model=gpt_tiny", "devices=8", "+schedule=zb_v", "strategy.recompute=full"]
     auto = ["num_ranks=auto", "tensor_parallel_size=auto", "offload=auto"]
-    assert with_searched(given) == [*auto, *given]
-    assert with_searched(["devices=null"]) == ["devices=null"]
-    assert with_searched(["num_ranks=4"]) == ["num_ranks=4"]
+    assert add_auto_overrides(given) == [*auto, *given]
+    assert add_auto_overrides(["devices=null"]) == ["devices=null"]
+    assert add_auto_overrides(["num_ranks=4"]) == ["num_ranks=4"]
 
 
 LOOP, V = (0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)

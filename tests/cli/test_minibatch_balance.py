@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_pipeoffload.cli import minibatch_balance
-from lightning_pipeoffload.cli.minibatch_balance import balances, draw_lengths
+from lightning_pipeoffload.cli.minibatch_balance import compute_balances, draw_lengths
 from lightning_pipeoffload.texts.packing import COSTS
 
 
@@ -68,7 +68,7 @@ LONGEST = 65536
 def speedups(samples_per_rank, cost, minibatches=40, num_ranks=8):
     texts = num_ranks * samples_per_rank * minibatches
     lengths = draw_lengths(texts, 16500, 0.8, LONGEST, seed=1)
-    found = balances(lengths, num_ranks, samples_per_rank, LONGEST, COSTS[cost])
+    found = compute_balances(lengths, num_ranks, samples_per_rank, LONGEST, COSTS[cost])
     return {(one.communication, one.mode): one for one in found}
 
 
@@ -89,7 +89,7 @@ def test_lb_mini_is_never_below_lb_micro_in_any_minibatch():
     for _ in range(60):
         ranks, samples = draws.randint(1, 9), draws.randint(1, 6)
         lengths = draw_lengths(ranks * samples, 900, 1.0, 8000, draws.randrange(1000))
-        found = balances(lengths, ranks, samples, 8000, draws.choice(list(COSTS.values())))
+        found = compute_balances(lengths, ranks, samples, 8000, draws.choice(list(COSTS.values())))
         by_mode = {one.mode: one.time for one in found if one.communication == "on demand"}
         assert by_mode["lb_mini"] <= by_mode["lb_micro"] * (1 + 1e-12)
         assert all(-1e-12 <= one.idle < 1 for one in found)
@@ -97,4 +97,4 @@ def test_lb_mini_is_never_below_lb_micro_in_any_minibatch():
 
 def test_too_few_texts_are_refused():
     with pytest.raises(ValueError, match="3 texts make no minibatch of 2 ranks with 2 each"):
-        balances([1, 2, 3], 2, 2, 10, COSTS["tokens"])
+        compute_balances([1, 2, 3], 2, 2, 10, COSTS["tokens"])

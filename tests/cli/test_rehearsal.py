@@ -2,12 +2,12 @@
 
 import pytest
 
-from lightning_pipeoffload.cli.rehearsal import waits_of
+from lightning_pipeoffload.cli.rehearsal import receive_waits
 from lightning_pipeoffload.schedule import (
     Costs,
     build,
-    expected_during,
     lower,
+    receives_to_post,
     recv_before,
     simulate,
 )
@@ -17,7 +17,7 @@ def test_a_receive_is_open_from_where_it_is_posted_until_its_message_is_sent():
     plan = lower(build("1f1b", 2, 3))
     # rank 0   F0 F1 .  BW0 BW0 F2 BW1 BW1 BW2   RECV_B0 is posted at 1, and B0 ends at 3
     # rank 1   .  F0 B0 W0  F1  B1 W1  F2  B2
-    assert [*waits_of(plan, 0, Costs.unit()).values()] == [2, 1, 3]
+    assert [*receive_waits(plan, 0, Costs.unit()).values()] == [2, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v"])
@@ -25,7 +25,7 @@ def test_messages_that_come_so_keep_the_rank_in_its_plan(name):
     plan, costs = lower(build(name, 4, 8)), Costs(1.0, 1.2, 0.8)
     events = {event.action: event for event in simulate(plan, costs).events}
     for rank, actions in enumerate(plan):
-        waits, expected = waits_of(plan, rank, costs), expected_during(plan, rank, costs)
+        waits, expected = receive_waits(plan, rank, costs), receives_to_post(plan, rank, costs)
         posted = {r: events[a].start for a, receives in expected.items() for r in receives}
         for action in actions:
             receive = recv_before(plan, action)

@@ -16,14 +16,14 @@ from torch.distributed.tensor.parallel import (
 from lightning_pipeoffload.cli import model_probe
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.runtime.cut import find_alike_saving, find_classes
+from lightning_pipeoffload.runtime.cut import find_alike_saved_bytes, find_classes
 from lightning_pipeoffload.runtime.measure import shape_memory
-from lightning_pipeoffload.runtime.tensor_parallel import absent_tensor_ranks, sent_bytes
+from lightning_pipeoffload.runtime.tensor_parallel import fake_process_group, sent_bytes
 from lightning_pipeoffload.schedule import (
     COMPUTE_TIMES,
     RECOMPUTATIONS,
     Kind,
-    Option,
+    PlanOption,
     ScheduleError,
     build,
     lower,
@@ -76,13 +76,13 @@ def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
 
     def find(chain, record, stages):
         seen.append(find_classes(chain, record))
-        return find_alike_saving(chain, record, stages)
+        return find_alike_saved_bytes(chain, record, stages)
 
-    monkeypatch.setattr(shape_memory, "find_alike_saving", find)
+    monkeypatch.setattr(shape_memory, "find_alike_saved_bytes", find)
     config = composed("plan", *words("Net"))
-    with absent_tensor_ranks(2):
+    with fake_process_group(2):
         planner = ModelPlanner(config)
-        planner.needs_of(Option("zb_h1", 1, 4), 2)
+        planner.needs_of(PlanOption("zb_h1", 1, 4), 2)
     assert seen
     # The last has the loss as well.
     assert all(len(classes) == 4 and classes[1] == classes[2] for classes in seen)
@@ -123,31 +123,31 @@ class Deep(LightningModule):
     [((), 4), slow((("+model.whole=[3]",), 7)), slow((("+model.counts=true",), 4))],
 )
 def test_a_few_of_alike_blocks_are_traced_for_more_tensor_ranks(more, num_traced, monkeypatch):
-    seen, only_some = [], model_probe.only_some
+    seen, leaving_out_blocks = [], model_probe.leaving_out_blocks
 
     def some(container, places):
         seen.append(max(places) + 1)
-        return only_some(container, places)
+        return leaving_out_blocks(container, places)
 
-    monkeypatch.setattr(model_probe, "only_some", some)
+    monkeypatch.setattr(model_probe, "leaving_out_blocks", some)
 
     def planner_of(size, like=None):
         of = f"+model._target_={__name__}.Deep", *words()[1:-1], f"tensor_parallel_size={size}"
         planner = ModelPlanner(composed("plan", *of, *more), like=like)
         planner.probe.recomputes = RECOMPUTATIONS
-        planner.needs_of(Option("zb_h1", 1, 4), 2)
+        planner.needs_of(PlanOption("zb_h1", 1, 4), 2)
         return planner
 
     def needs(planner):
         for recompute in RECOMPUTATIONS:
-            found = planner.needs_of(Option("zb_v", 2, 4, recompute), 2)
+            found = planner.needs_of(PlanOption("zb_v", 2, 4, recompute), 2)
             yield [sorted(sizes.values()) for sizes in found.owned], found.sent, found.collectives
-            yield found.of_ranks(lower(build("zb_v", 2, 4)))
+            yield found.needs_by_rank(lower(build("zb_v", 2, 4)))
             columns = (found.costs.per_stage(name, 4) for name in COMPUTE_TIMES)
             yield [[round(found.flops_of_one * work) for work in column] for column in columns]
         yield planner.probe.batch_flops
 
-    with absent_tensor_ranks(2):
+    with fake_process_group(2):
         one, alone = planner_of(1), planner_of(2)
         few = planner_of(2, one)
         assert seen == [num_traced]
@@ -176,14 +176,17 @@ def test_the_devices_of_a_plan_are_counted_over_machines(capsys):
 def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
     """Per block one all-reduce in F, and two in B, for the inputs of up and gate."""
     words_of_device = words("Net", "device=h100", "link=1GB", "efficiency=1")
-    with absent_tensor_ranks(2):
-        planner, option = ModelPlanner(composed("plan", *words_of_device)), Option("zb_h1", 1, 4)
+    with fake_process_group(2):
+        planner, option = (
+            ModelPlanner(composed("plan", *words_of_device)),
+            PlanOption("zb_h1", 1, 4),
+        )
         needs = planner.needs_of(option, 2)
-        costs = planner.costs_of(option, 2).compute(2)
+        costs = planner.costs_of(option, 2).seconds_by_kind(2)
     message = 2 * 192 * fits.WIDTH * 8  # an all-reduce of two ranks sends half of it twice
     assert [sum(needs.collectives[kind]) for kind in (Kind.F, Kind.B)] == [4 * message, 8 * message]
     assert sum(map(sum, costs.values())) == pytest.approx(12 * message / 1e9, rel=0.01)
-    by_operations = needs.costs_by_operations.compute(2), needs.costs.compute(2)
+    by_operations = needs.costs_by_operations.seconds_by_kind(2), needs.costs.seconds_by_kind(2)
     waiting, alone = (sum(map(sum, of.values())) for of in by_operations)
     assert waiting - alone == pytest.approx(12 * message * 2000 / needs.flops_of_one)
 
@@ -223,7 +226,7 @@ def test_bytes_around_a_ring_are_those_of_each_collective():
         (ops.all_gather_into_tensor.default, (whole, 4), 3 * 32),
         (ops.reduce_scatter_tensor.default, (whole, "sum", 4), 3 / 4 * 32),
     ]
-    with absent_tensor_ranks(4):
+    with fake_process_group(4):
         name = dist.group.WORLD.group_name
         for func, arguments, expected in calls:
             assert sent_bytes(func, (*arguments, name)) == expected

@@ -151,7 +151,9 @@ def test_called_blocks_are_saved_with_a_fit_whose_batches_the_user_cuts(tmp_path
 
 def test_only_the_first_batch_of_a_kind_of_step_starts_a_timer(monkeypatch):
     timed = []
-    monkeypatch.setattr(Progress, "during", lambda _, text: timed.append(text) or nullcontext())
+    monkeypatch.setattr(
+        Progress, "print_if_slow", lambda _, text: timed.append(text) or nullcontext()
+    )
     loader = DataLoader(range(NUM), 8, collate_fn=Detector.collate)
     trainer = fits.trainer(1)
     trainer.validate(Detector(), loader, verbose=False)

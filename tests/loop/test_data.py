@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_pipeoffload import reads_data
-from lightning_pipeoffload.loop.reading import Reading
-from lightning_pipeoffload.loop.receiving import Batch, Inbox, LoaderStart
+from lightning_pipeoffload.loop.reading import BatchDistributor
+from lightning_pipeoffload.loop.receiving import BatchHeader, Inbox, LoaderStart
 from tests.support import fits
 from tests.support.pairs import pairs, slow, some
 
@@ -380,7 +380,7 @@ def test_a_fit_that_goes_on_after_max_steps_begins_the_next_epoch_with_its_first
 def test_a_rank_says_once_that_it_waits_for_the_reader(capfd):
     waited = 0.0
     channel = SimpleNamespace(seconds_waited=lambda: waited, reader=0)
-    reading = Reading(SimpleNamespace(global_rank=2), channel, None, None, False)
+    reading = BatchDistributor(SimpleNamespace(global_rank=2), channel, None, None, False)
     for waited in (0.0, 59.0, 61.0, 70.0):  # noqa: B007 - what the channel answers
         assert reading.poll(None) is None
     assert capfd.readouterr().err.count("global rank 2 has waited for 60 s for global rank 0") == 1
@@ -396,7 +396,7 @@ def receive(sent):
 
 
 def ahead(number, place=0, is_ahead=True):
-    return Batch(number, (place, 0), None, False, is_ahead, True)
+    return BatchHeader(number, (place, 0), None, False, is_ahead, True)
 
 
 def test_a_loop_within_another_puts_aside_what_was_sent_ahead():

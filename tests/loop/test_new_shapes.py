@@ -57,7 +57,7 @@ def train(as_accelerator, accumulate, options):
     trainer = fits.trainer(2, options, accumulate_grad_batches=accumulate, max_epochs=1)
     with (
         patch.object(TrainingPlan, "__init__", make),
-        patch.object(ActivationMemory, "on", memory_of_all),
+        patch.object(ActivationMemory, "for_device", memory_of_all),
         patch.object(Executor, "start", lambda *args: plans.start(*args)),
         patch.object(Executor, "end", lambda *args: plans.end(*args)),
     ):

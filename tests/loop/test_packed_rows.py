@@ -255,7 +255,7 @@ def test_the_check_gives_up_where_no_row_has_two_texts(caplog):
         asked.append(flag)
         return flag
 
-    group = SimpleNamespace(world=SimpleNamespace(agree=agree), reports=True)
+    group = SimpleNamespace(world=SimpleNamespace(agree=agree), is_global_zero=True)
     cutter = SimpleNamespace(packs_rows=lambda kind: True)
     check = PackedRowCheck(None, None, SimpleNamespace(group=group, cutter=cutter), None)
     batch = {name: torch.arange(6).repeat(2, 1) for name in ("input_ids", "position_ids", "labels")}

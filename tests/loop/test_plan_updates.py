@@ -16,7 +16,7 @@ from lightning_pipeoffload.loop import solver_search
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.planning.limits import DeviceMemory
 from lightning_pipeoffload.runtime.comm import ProcessGroupTransport
-from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
+from lightning_pipeoffload.schedule import Costs, build, check_schedule, offload_activations
 from lightning_pipeoffload.schedule.solver import (
     PlanProblem,
     PlanSolver,
@@ -180,7 +180,7 @@ def test_it_finds_plans_that_are_valid_and_better(tmp_path):
 
     assert until(has_found)
     solver.close()
-    accept(solver.best, COSTS, 34.0)
+    check_schedule(solver.best, COSTS, 34.0)
     assert PROBLEM.seconds(solver.best) < PROBLEM.seconds(start)
     assert list(tmp_path.iterdir())  # what it has found is kept, though it was ended
     again = PlanSolver(PROBLEM, start, 0.0, str(tmp_path))

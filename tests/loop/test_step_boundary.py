@@ -104,7 +104,7 @@ def test_a_run_is_planned_as_its_steps_follow_each_other(ranks, options, loop, v
             assert candidate["period"] == pytest.approx(candidate["makespan"])
 
 
-class Held(fits.Net):
+class HeldBytes(fits.Net):
     """Global rank 0 ends a step when all other ranks have run forwards of the next."""
 
     def __init__(self, folder):
@@ -148,7 +148,7 @@ def fit_held(schedule, case, folder, size):
         max_steps=4,
     )
     # Batches of workers are sent ahead; others are read when the loop of global rank 0 asks.
-    trainer.fit(Held(folder), fits.loader("in workers", 12), fits.loader(batch_size=12))
+    trainer.fit(HeldBytes(folder), fits.loader("in workers", 12), fits.loader(batch_size=12))
     memory = trainer.strategy.report()["memory"]
     trained_and_states = zip(memory["gradients"], memory["optimizer"], strict=True)
     if clips:

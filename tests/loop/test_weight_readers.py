@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import lightning as L
 import pytest
 
-from lightning_pipeoffload.loop.weight_readers import check_weight_readers
+from lightning_pipeoffload.loop.weight_readers import check_hooks_reading_weights
 from tests.support import fits
 
 
@@ -31,7 +31,7 @@ def test_histograms_of_weights_are_warned_of_unless_they_are_gathered(caplog, ca
     trainer = SimpleNamespace(
         lightning_module=fits.Net(), callbacks=[callback], is_global_zero=True
     )
-    check_weight_readers(trainer)
+    check_hooks_reading_weights(trainer)
     line = "Histograms.on_train_epoch_end draws histograms of weights, and a rank has those of"
     assert (line in caplog.text) == warns
 

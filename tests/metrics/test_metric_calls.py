@@ -394,7 +394,7 @@ def test_a_microbatchs_own_value_is_there_where_the_step_uses_it(caplog):
     own, losses = [], []
     for part in parts_of(batch):
         with MicrobatchCapture(capture, keep=True):
-            result = capture.metrics.own_values(module.training_step(part))
+            result = capture.metrics.resolve_metric_values(module.training_step(part))
         assert type(result["accuracy"]) is torch.Tensor
         losses.append(result["loss"])
         own.append(BinaryAccuracy()(part.binary, part.truth))

@@ -8,7 +8,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torchmetrics import Metric, SumMetric
 
-from lightning_pipeoffload.metrics import MetricGroups
+from lightning_pipeoffload.metrics import ReplicaMetricSync
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def join():
 
     def make(num, refuse=lambda metric: None):
         replicas = SimpleNamespace(num=num, group=None, is_local_only=lambda _: True)
-        return MetricGroups(replicas, refuse)
+        return ReplicaMetricSync(replicas, refuse)
 
     yield make
     start_run()

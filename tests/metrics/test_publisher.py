@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lightning_pipeoffload.metrics import Fetch, RankFigures
+from lightning_pipeoffload.metrics import PendingNumbers, RankFigures
 from lightning_pipeoffload.metrics.publisher import Publisher
 from lightning_pipeoffload.runtime import late_values
 
@@ -20,10 +20,10 @@ def test_what_was_published_is_there_when_the_publisher_is_closed():
     publisher = Publisher(store, print)
     for moment in range(70):
         metrics = {"log": {"a": torch.tensor(float(moment)), "b": moment, "c": torch.tensor(1.5)}}
-        publisher.publish(f"at {moment}", Fetch(metrics))
+        publisher.publish(f"at {moment}", PendingNumbers(metrics))
         metrics["log"]["a"].fill_(float("nan"))  # numbers are those of the moment
         metrics["log"]["b"] = -1
-    publisher.publish("nan", Fetch(metrics))
+    publisher.publish("nan", PendingNumbers(metrics))
     publisher.close()
     assert not store.check(["at 5"])
     assert store.check(["at 7", "at 69"])
@@ -37,7 +37,7 @@ def test_an_error_of_the_store_is_reported(monkeypatch, is_late):
     monkeypatch.setattr(late_values, "start_reading", lambda tensor: lambda: tensor)
     told = Queue()
     publisher = Publisher(None, told.put)
-    publisher.publish("at 0", Fetch({"log": {"a": torch.tensor(1.0)}}))
+    publisher.publish("at 0", PendingNumbers({"log": {"a": torch.tensor(1.0)}}))
     assert "'set'" in str(told.get(timeout=1000))
     publisher.close()
 
@@ -53,9 +53,9 @@ def test_numbers_of_the_host_come_after_those_of_an_accelerator(monkeypatch):
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     store = SimpleNamespace(set=lambda key, value: written.append(key))
     publisher = Publisher(store, print)
-    publisher.publish("at 0", Fetch({"log": {"a": 1.0}}))
-    publisher.publish("at 1", Fetch({"log": {"a": torch.tensor(1.0)}}))
-    publisher.publish("at 2", Fetch({"log": {"a": 2.0}}))
+    publisher.publish("at 0", PendingNumbers({"log": {"a": 1.0}}))
+    publisher.publish("at 1", PendingNumbers({"log": {"a": torch.tensor(1.0)}}))
+    publisher.publish("at 2", PendingNumbers({"log": {"a": 2.0}}))
     assert written == ["at 0"]
     computed.set()
     publisher.close()

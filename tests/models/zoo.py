@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.planning.balance import shares_of_ranks
-from lightning_pipeoffload.planning.report import predict
+from lightning_pipeoffload.planning.balance import work_shares
+from lightning_pipeoffload.planning.report import predict_figures
 from tests.support.comparison import train, train_plain
 from tests.support.families import (
     CLASSES,
@@ -241,7 +241,7 @@ def row_of(name: str) -> str:
     for count in (2, 4):
         pipeline, found = train(module, "zb_h1", count, batch)
         assert_same(found, plain, family.tolerance)
-        shares = shares_of_ranks(predict(pipeline.plan, pipeline.ranks[0], None, False))
+        shares = work_shares(predict_figures(pipeline.plan, pipeline.ranks[0], None, False))
         cells.append(f"{count * max(shares):.2f}")
     names = pipeline.ranks[0].chain.names
     return f"| {name} | {len(names)}: `{names[0]}` to `{names[-1]}` | {' | '.join(cells)} |"

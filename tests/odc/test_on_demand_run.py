@@ -60,17 +60,17 @@ def test_ranks_meet_before_and_after_a_minibatch_and_not_in_it(ranks):
 
 
 def shared_sizes():
-    sizes, share = [], transport.share_bytes
+    sizes, share = [], transport.allocate_shared_memory
 
     def noting(size, *args):
         sizes.append(size)
         return share(size, *args)
 
-    transport.share_bytes = noting
+    transport.allocate_shared_memory = noting
     try:
         fit_rank((1, 1), make=partial(made, dtype=torch.float32))
     finally:
-        transport.share_bytes = share
+        transport.allocate_shared_memory = share
     return sum(sizes)
 
 
@@ -106,7 +106,7 @@ def test_uneven_ranks_take_less_time_than_with_collectives(ranks, num_ranks, mos
 
 def pushed_to_a_slow_owner():
     """Hold each addition back until two pushes have returned; return whether they have."""
-    push, held = _Push.__call__, shared_bytes.OwnerLocks.held
+    push, held = _Push.__call__, shared_bytes.OwnerLocks.hold_lock
     returned, went_on, are_two = [], [], Event()
 
     def counted(self, *args, **kwargs):
@@ -121,11 +121,11 @@ def pushed_to_a_slow_owner():
             went_on.append(are_two.wait(1000))
             yield
 
-    _Push.__call__, shared_bytes.OwnerLocks.held = counted, slow
+    _Push.__call__, shared_bytes.OwnerLocks.hold_lock = counted, slow
     try:
         fit_rank((1, 1))
     finally:
-        _Push.__call__, shared_bytes.OwnerLocks.held = push, held
+        _Push.__call__, shared_bytes.OwnerLocks.hold_lock = push, held
     return all(went_on) and bool(went_on)
 
 

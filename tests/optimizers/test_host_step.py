@@ -382,9 +382,9 @@ def test_parameters_with_and_without_masters_get_the_values_that_replace_theirs(
     step = master_step.MasterStep(optimizer, by_bucket=False, masters=MasterWeights(on_host=False))
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    step.start()
+    step.step_first_buckets()
     optimizer.step()
-    step.finish()
+    step.write_back_parameters()
     assert [weight.tolist() for weight in weights] == [[0.0, 0.0]] * 2
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_pipeoffload.optimizers import (
     MasterWeights,
     OptimizerSnapshot,
-    has_snapshots,
     optimizer_snapshot,
+    supports_snapshot,
 )
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
@@ -55,7 +55,7 @@ def step_right(optimizer, parameters):
 def step_wrong(snapshot, optimizer, parameters):
     snapshot.save()
     optimizer.step()
-    snapshot.end_step()
+    snapshot.record_step_changes()
     snapshot.repeat(lambda: halve(parameters))
     snapshot.free_gradients()
 
@@ -81,7 +81,7 @@ def test_what_was_kept_of_the_first_step_goes_on_with_the_optimizer(name):
             else:  # somebody takes the state before it is known to be wrong
                 snapshot.save()
                 optimizer.step()
-                snapshot.end_step()
+                snapshot.record_step_changes()
                 state = optimizer.state_dict()
                 snapshot.repeat(lambda own=parameters: halve(own))
             state = state or optimizer.state_dict()
@@ -118,7 +118,7 @@ def test_gradients_that_a_hook_has_written_since_are_kept():
     snapshot.save_again()
     before = [p.grad.clone() for p in parameters[:2]]
     optimizer.step()
-    snapshot.end_step()
+    snapshot.record_step_changes()
     snapshot.undo()
     assert_same([p.grad for p in parameters[:2]], before)
     assert not optimizer.state
@@ -133,7 +133,7 @@ def test_what_other_replicas_step_has_no_copy_and_no_master():
     snapshot.save()
     assert [*map(masters.has, parameters)] == [False, True, True]
     # Readers wait for all of them: the other replica sends its own again if the step is repeated.
-    assert {*parameters} <= {*snapshot.changed()}
+    assert {*parameters} <= {*snapshot.changed_tensors()}
 
 
 def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
@@ -143,7 +143,7 @@ def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
     give_gradients(parameters, 0)
     snapshot.save()
     optimizer.step()
-    snapshot.end_step()
+    snapshot.record_step_changes()
     snapshot.free_gradients()
     gradient = weakref.ref(parameters[0].grad)
     optimizer.zero_grad()
@@ -193,7 +193,7 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
             if repeats:
                 snapshot.save()
                 optimizer.step()
-                snapshot.end_step()
+                snapshot.record_step_changes()
                 change(optimizer, parameters)
                 snapshot.repeat(lambda own=parameters: halve(own))
             else:
@@ -205,15 +205,15 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizers_of_torch_are_known(name):
-    assert has_snapshots(OPTIMIZERS[name](weights(), lr=0.1))
+    assert supports_snapshot(OPTIMIZERS[name](weights(), lr=0.1))
 
 
 def test_others_are_not():
     class Own(torch.optim.SGD):
         pass
 
-    assert not has_snapshots(Own(weights(), lr=0.1))
-    assert not has_snapshots(torch.optim.LBFGS(weights()))
+    assert not supports_snapshot(Own(weights(), lr=0.1))
+    assert not supports_snapshot(torch.optim.LBFGS(weights()))
 
 
 def test_copies_may_take_what_the_device_has_left_by_other_processes(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from transformers.optimization import Adafactor
 
-from lightning_pipeoffload.optimizers import measure_states
+from lightning_pipeoffload.optimizers import estimate_state_bytes
 from lightning_pipeoffload.optimizers.optimizer_table import TABLE, refuse_optimizer
 from tests.support import fits
 from tests.support.pairs import slow
@@ -60,7 +60,7 @@ def test_known_ones_step_alike_with_a_part_of_the_parameters_and_keep_what_is_sa
         for part, p in zip(parts, apart, strict=True):
             step(part, [p])
     torch.testing.assert_close(together, apart, rtol=0, atol=0)
-    said = measure_states([whole])
+    said = estimate_state_bytes([whole])
     for p in together:
         state = whole.state[p].items()  # all parameters share bitsandbytes' qmaps
         tensors = [v for k, v in state if isinstance(v, torch.Tensor) and "qmap" not in k]
@@ -77,7 +77,7 @@ def test_every_row_is_of_an_optimizer_that_is_run_here():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_parameters_keep_nothing_and_states_have_their_parameters_type(dtype):
     trained, frozen = parameters([(8, 8), (8,)], dtype)
-    found = measure_states([AdamW([trained, frozen.requires_grad_(False)])])
+    found = estimate_state_bytes([AdamW([trained, frozen.requires_grad_(False)])])
     assert found == {id(trained): 2 * 64 * dtype.itemsize, id(frozen): 0}
 
 
@@ -136,7 +136,9 @@ def test_any_other_is_the_user_s_to_declare(make, reason):
 def test_what_is_known_to_go_by_all_parameters_is_refused_whatever_is_declared():
     for kind in (SAM, torch.optim.LBFGS):
         with pytest.raises(ValueError, match="computes over all its parameters, .* 4 replicas .*"):
-            refuse_optimizer(kind(parameters()[:1], lr=0.1), 1, num_sharing=4, is_declared=True)
+            refuse_optimizer(
+                kind(parameters()[:1], lr=0.1), 1, num_optimizer_shards=4, is_declared=True
+            )
 
 
 class Evaluated(SGD):
@@ -146,7 +148,7 @@ class Evaluated(SGD):
 
 def test_weights_for_evaluation_are_not_shared_out():
     with pytest.raises(ValueError, match=r"^Evaluated computes evaluation weights .*sharding="):
-        refuse_optimizer(Evaluated(parameters(), lr=0.1), num_ranks=1, num_sharing=4)
+        refuse_optimizer(Evaluated(parameters(), lr=0.1), num_ranks=1, num_optimizer_shards=4)
     optimizer = Evaluated(parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
     refuse_optimizer(optimizer, num_ranks=2)  # a subclass or a scheduler leaves the step known

@@ -13,7 +13,10 @@ from torch.profiler import profile, record_function
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
-from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, StepShares
+from lightning_pipeoffload.optimizers.narrowed_optimizer import (
+    NarrowedOptimizer,
+    OptimizerPartition,
+)
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.comm import PendingParameters
 from lightning_pipeoffload.runtime.run import Executor
@@ -96,8 +99,10 @@ def train(num_replicas, num_ranks, module, fits_in_turn):
             **trainer_options,
         )
         loader = DataLoader(replica_fits.samples(), 8, collate_fn=fits.collate)
-        plain = Executor._with_weights
-        with patch.object(Executor, "_with_weights", autospec=True, side_effect=plain) as waits:
+        plain = Executor._await_pending_parameters
+        with patch.object(
+            Executor, "_await_pending_parameters", autospec=True, side_effect=plain
+        ) as waits:
             trainer.fit(Net(**module), loader, ckpt_path=resume)
         trainer.save_checkpoint(save)
         numbers.append(
@@ -136,15 +141,15 @@ SHARED = {"sharding": "optimizer"}
 
 def test_a_state_that_another_fit_has_shared_out_is_refused():
     replicas = SimpleNamespace(replica=0, num=2, pending=PendingParameters())
-    replicas.start_copy = lambda tensor, source: lambda: None
+    replicas.start_broadcast = lambda tensor, source: lambda: None
     group = SimpleNamespace(replica=0, num_replicas=2, replicas=replicas)
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, 2)]
     narrowed = NarrowedOptimizer(optimizer := torch.optim.AdamW(parameters), GradientChanges())
-    narrowed.share_out(StepShares(group))
+    narrowed.share_out(OptimizerPartition(group))
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    narrowed.share_out(StepShares(group))  # over as many replicas: goes on
+    narrowed.share_out(OptimizerPartition(group))  # over as many replicas: goes on
     with pytest.raises(RuntimeError, match="AdamW keeps is shared out over 2 replicas"):
         narrowed.share_out(None)
 

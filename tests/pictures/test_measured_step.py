@@ -5,7 +5,12 @@ import json
 import pytest
 from matplotlib.colors import to_hex
 
-from lightning_pipeoffload.pictures import RankStep, draw_measured, join_ranks, to_measured_trace
+from lightning_pipeoffload.pictures import (
+    RankStep,
+    draw_measured,
+    join_rank_steps,
+    to_measured_trace,
+)
 from lightning_pipeoffload.schedule import Action, Costs, Kind, simulate
 from tests.support.plans import plan
 
@@ -26,7 +31,7 @@ def measured():
     second = RankStep(
         [(F1, [(109.5, 110.0), (112.0, 113.0)]), (BW1, [(113.0, 115.0)])], [(F1, 3.0), (BW1, 0.0)]
     )
-    return join_ranks([first, second.earlier_by(100.0)])
+    return join_rank_steps([first, second.earlier_by(100.0)])
 
 
 def test_a_wait_names_what_it_is_for(measured):
@@ -75,6 +80,6 @@ def test_the_trace_has_a_process_for_each_rank_and_its_plan(measured):
 
 
 def test_a_step_without_actions_is_drawn():
-    nothing = join_ranks([RankStep([], [])])
+    nothing = join_rank_steps([RankStep([], [])])
     assert nothing.bubble == 0
     assert draw_measured(nothing, simulate(plan("0F0 0BW0"), COSTS), COSTS, ("", ""))

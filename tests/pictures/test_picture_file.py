@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_pipeoffload.pictures import Drawn, PictureFile, figures
+from lightning_pipeoffload.pictures import PictureFile, TitledTimeline, figures
 from lightning_pipeoffload.pictures.picture_file import parse_window, to_trace
 from lightning_pipeoffload.pictures.timelines import Window
 from lightning_pipeoffload.schedule import Costs, ScheduleError, add_final_actions, build, simulate
@@ -18,7 +18,9 @@ TIMELINE = simulate(build("zb_h1", 4, 8), COSTS)
 
 
 def write(path, count=1, **options):
-    PictureFile(path, **options).write([Drawn(TIMELINE, COSTS, f"title {n}") for n in range(count)])
+    PictureFile(path, **options).write(
+        [TitledTimeline(TIMELINE, COSTS, f"title {n}") for n in range(count)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.planning.balance import describe_cut
-from lightning_pipeoffload.planning.report import predict
+from lightning_pipeoffload.planning.report import predict_figures
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks
@@ -62,7 +62,7 @@ LINES = [
 def test_what_was_cut_and_why_ranks_are_unlike(make, options, part):
     pipeline = InProcessPipeline(make(), build("1f1b", 2, 2), call_step, **options)
     pipeline.run(torch.randn(2, 4), 1)
-    report = predict(pipeline.plan, pipeline.ranks[0], None, False)
+    report = predict_figures(pipeline.plan, pipeline.ranks[0], None, False)
     assert sum(stage["work"] for stage in report["stages"]) == pytest.approx(1)
     line = describe_cut(report, pipeline.ranks[0])
     assert part in line

@@ -4,9 +4,13 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.planning.measurements import times_of
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
+from lightning_pipeoffload.planning.memory_needs import (
+    MemoryNeeds,
+    add_snapshot_bytes,
+    describe_needs,
+)
 from lightning_pipeoffload.runtime.device import TimedStep
-from lightning_pipeoffload.runtime.memory import Held
+from lightning_pipeoffload.runtime.memory import HeldBytes
 from lightning_pipeoffload.runtime.run import Ledger, trace_batch
 from lightning_pipeoffload.schedule import Action, Kind, build
 from tests.support.in_process import InProcessPipeline
@@ -39,7 +43,7 @@ def needs(schedule, states=None):
     batch = torch.randint(32, (256, 4))
     parts = trace_batch(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
     known = {} if states is None else states(rank.module)
-    return describe_needs(MemoryNeeds.of(rank, parts[0], known).of_ranks(pipeline.plan))
+    return describe_needs(MemoryNeeds.of(rank, parts[0], known).needs_by_rank(pipeline.plan))
 
 
 def test_each_rank_has_its_own_and_the_shared_once():
@@ -56,7 +60,7 @@ def test_two_stages_of_a_rank_share_a_tied_weight():
 
 def test_copies_of_a_step_are_on_the_device_where_it_has_room():
     memory = {"device": [40, 70], "host": [0, 5]}
-    add_step_copies(memory, [(30, 0), (10, 3)], 75)
+    add_snapshot_bytes(memory, [(30, 0), (10, 3)], 75)
     assert memory["step_copies"] == [30, 13]
     assert (memory["device"], memory["host"]) == ([70, 70], [0, 18])
 
@@ -68,9 +72,9 @@ W0, W1 = (Action(Kind.W, 0, microbatch) for microbatch in range(2))
 
 
 def test_actions_that_ran_as_one_have_an_even_part_each():
-    together, ledger = [(4, 10)], Ledger(lambda action: Held())
+    together, ledger = [(4, 10)], Ledger(lambda action: HeldBytes())
     ledger.start_step()
-    ledger.record(F0, Held(device=3))
+    ledger.record(F0, HeldBytes(device=3))
     step = TimedStep(0, 10, [(F0, [(0, 1), (2, 3)], 1), (W0, together, 2), (W1, together, 2)])
     found = times_of(step, ledger, lambda moment: moment + 100.0)
     assert found.actions == [(F0, [(100, 101), (102, 103)]), (W0, [(104, 107)]), (W1, [(107, 110)])]

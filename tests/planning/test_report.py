@@ -8,11 +8,11 @@ import pytest
 from lightning_pipeoffload.planning import report
 from lightning_pipeoffload.planning.report import (
     Progress,
+    block_range_text,
+    print_host_syncs,
     print_measurement,
     print_offload,
     print_prediction,
-    print_reads,
-    span_of,
 )
 from lightning_pipeoffload.schedule import Costs, build, simulate
 
@@ -31,7 +31,7 @@ from lightning_pipeoffload.schedule import Costs, build, simulate
     ],
 )
 def test_a_stage_is_named_by_its_first_and_last_block(names, span):
-    assert span_of(names) == span
+    assert block_range_text(names) == span
 
 
 REPORT = {
@@ -58,7 +58,7 @@ def offloaded(**options):
 
 
 def test_each_line_that_reads_the_device_is_printed(capsys):
-    print_reads([{"part": "before blocks.0", "line": "a.py:3: if x[mask].all():"}])
+    print_host_syncs([{"part": "before blocks.0", "line": "a.py:3: if x[mask].all():"}])
     printed = " ".join(capsys.readouterr().out.split())
     assert printed == "The host waits for the device before blocks.0: a.py:3: if x[mask].all():"
 
@@ -170,9 +170,9 @@ def test_one_long_trace_is_said_while_it_runs(monkeypatch, is_on):
     lines, is_printed = [], threading.Event()
     monkeypatch.setattr(report, "_SECONDS_SILENT", 0.0)
     monkeypatch.setattr(report, "print_line", lambda line: lines.append(line) or is_printed.set())
-    with Progress(is_on).during("tracing"):
+    with Progress(is_on).print_if_slow("tracing"):
         assert is_printed.wait(60 if is_on else 0) == is_on
     monkeypatch.setattr(report, "_SECONDS_SILENT", 60.0)
-    with Progress(is_on).during("tracing"):
+    with Progress(is_on).print_if_slow("tracing"):
         pass
     assert lines == ["tracing ..."] * is_on

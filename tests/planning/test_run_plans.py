@@ -14,7 +14,7 @@ from lightning_pipeoffload.planning.limits import (
     parse_bytes,
     reserve_memory,
 )
-from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
     first_plan,
     plan_for_all,
@@ -44,7 +44,7 @@ def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # no
 
 
 def by_costs(settings, num_ranks, count, costs, limits):
-    work = Work(num_ranks, lambda option: costs)
+    work = PlannedWork(num_ranks, lambda option: costs)
     plan = plan_of(request_by_name(settings, work, count, limits))
     return plan.schedule, plan.report
 
@@ -292,7 +292,7 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
         return Costs(*seconds, 1e-4, kept, weight_residue=kept * 0.9, offload=4e-3, reload=4e-3)
 
     wanted = options([6], recompute=["none", "full"])
-    request = request_for(PipelineSettings(memory_limit=limit), Work(3, costs_of), wanted)
+    request = request_for(PipelineSettings(memory_limit=limit), PlannedWork(3, costs_of), wanted)
     if not has_plan:
         [alone], *others = [{*planned_by(count, request)} for count in (1, 2, 5)]
         assert "use at least" in alone
@@ -308,5 +308,5 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
 @pytest.mark.parametrize("limits", [{"offload": "full"}, {}])
 def test_a_plan_that_is_made_anew_keeps_its_slices(limits):
     settings = PipelineSettings(schedule="seq_zb", num_sequence_slices=3, **limits)
-    plan = plan_of(request_by_name(settings, Work(4, lambda option: COSTS), 8))
+    plan = plan_of(request_by_name(settings, PlannedWork(4, lambda option: COSTS), 8))
     assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (3, 8)

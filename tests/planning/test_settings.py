@@ -111,7 +111,7 @@ def test_limits_are_by_place_and_of_replicas_the_least(value, order, limits):
     assert parse_limits(value, "memory_limit", 2, order) == limits
     settings = PipelineSettings(memory_limit=value, rank_order=order, data_parallel_size=2)
     settings.check_world(4)
-    assert settings.limits_on(2) == limits
+    assert settings.device_limits(2) == limits
 
 
 @pytest.mark.parametrize(("name", "value"), ALSO_BAD)
@@ -306,11 +306,14 @@ def test_a_schedule_before_the_batch_is_known(options, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "num_replicas", "num_sharing"),
+    ("sharding", "num_replicas", "num_optimizer_shards"),
     [("none", 4, 1), ("optimizer", 4, 4), ("optimizer", 1, 1)],
 )
-def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_sharing):
-    assert PipelineSettings(sharding=sharding).num_sharing(num_replicas) == num_sharing
+def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_optimizer_shards):
+    assert (
+        PipelineSettings(sharding=sharding).num_optimizer_shards(num_replicas)
+        == num_optimizer_shards
+    )
 
 
 def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_built():

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeoffload.processes import launcher
-from lightning_pipeoffload.processes.failure import Failure, cause_of_end, describe, status_after
+from lightning_pipeoffload.processes.failure import Failure, cause_of_end, describe, exit_status
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -55,7 +55,7 @@ def test_an_exception_in_one_line(exception, line):
     ],
 )
 def test_the_status_is_never_0(exception, has_trained, status):
-    assert status_after(exception, has_trained) == status
+    assert exit_status(exception, has_trained) == status
 
 
 @pytest.mark.parametrize(

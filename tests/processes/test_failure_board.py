@@ -186,7 +186,7 @@ def test_a_failure_that_no_rank_has_written_ends_the_process(monkeypatch, value,
     """Else its thread would end, and the run would go on without anyone to watch it."""
     ended, said = Queue(), []
     monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
-    monkeypatch.setattr(failure_board, "say", said.append)
+    monkeypatch.setattr(failure_board, "print_error_line", said.append)
     plain = HashStore()
     plain.set("failure", value)
     store = Mock(wraps=plain)
@@ -225,7 +225,7 @@ def test_a_failure_is_said_where_the_store_does_not_answer(monkeypatch):
     silent = Mock(wraps=store, compare_set=compare_set)
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
     monkeypatch.setattr(failure_board, "_CAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(failure_board, "say", said.put)
+    monkeypatch.setattr(failure_board, "print_error_line", said.put)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
     board.connect(silent)
     board.report(SystemExit(1), "", 1)
@@ -238,7 +238,9 @@ def test_a_failure_is_announced_before_it_is_said(monkeypatch):
     store.set("seen/1", "")
     store.set("done/1", "")
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
-    monkeypatch.setattr(failure_board, "say", lambda line: said.append(store.check(["failure"])))
+    monkeypatch.setattr(
+        failure_board, "print_error_line", lambda line: said.append(store.check(["failure"]))
+    )
     board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
     board.connect(store)
     board.report(KeyError("in a hook"), "stage 1, F of microbatch 0", 1)

@@ -88,7 +88,7 @@ def test_a_trainer_that_has_started_no_ranks_claims_none():
 def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
     monkeypatch.setattr(failure_board, "_CONNECT_SECONDS", 0.0)
     said = Queue()
-    monkeypatch.setattr(failure_board, "say", said.put)
+    monkeypatch.setattr(failure_board, "print_error_line", said.put)
     board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
     line = said.get(timeout=1000)
     board.stop()

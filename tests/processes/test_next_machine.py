@@ -5,7 +5,7 @@ import time
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
-from lightning_pipeoffload.processes.next_machine import NextMachine
+from lightning_pipeoffload.processes.next_machine import NextMachineConnection
 
 
 def ended(machine, store, tries=500):
@@ -21,9 +21,9 @@ def test_the_end_of_the_next_machine_is_found(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # nothing is sent there
     store = HashStore()
-    first = NextMachine(store, 0, 1)
+    first = NextMachineConnection(store, 0, 1)
     assert ended(first, store, 3) is None  # it does not listen yet
-    second = NextMachine(store, 1, None)
+    second = NextMachineConnection(store, 1, None)
     assert ended(first, store, 3) is None
     second.close()
     assert ended(first, store) == 1
@@ -34,7 +34,7 @@ def test_the_end_of_the_next_machine_is_found(monkeypatch):
 def test_a_machine_that_cannot_be_reached_is_not_watched():
     store = HashStore()
     store.set("address/1", "127.0.0.1 1")
-    assert ended(NextMachine(store, 0, 1), store, 3) is None
+    assert ended(NextMachineConnection(store, 0, 1), store, 3) is None
 
 
 def test_a_launcher_watches_the_next_machine(monkeypatch):

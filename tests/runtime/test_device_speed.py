@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_pipeoffload.runtime.device import Device, Devices
-from lightning_pipeoffload.runtime.measure import device_speed, find_devices, fit_slowness
+from lightning_pipeoffload.runtime.measure import device_speed, fit_slowness, measure_devices
 
 
 def devices(*names):
@@ -28,21 +28,21 @@ def test_small_ratios_between_devices_of_one_name_are_noise(names, times, slowne
 
 
 def test_of_alike_devices_stages_have_no_factor():
-    assert devices("a", "a").with_slowness_from([1.0, 1.05]).slowness_of((0, 1)) == ()
+    assert devices("a", "a").with_slowness_from([1.0, 1.05]).slowness_per_stage((0, 1)) == ()
     unlike = devices("a", "a").with_slowness_from([1.0, 2.0])
-    assert unlike.slowness_of((0, 1)) == (2.0, 1.0)  # the last stage is at place 0
-    assert unlike.slowness_of((0, 1, 1, 0)) == (1.0, 2.0, 2.0, 1.0)
+    assert unlike.slowness_per_stage((0, 1)) == (2.0, 1.0)  # the last stage is at place 0
+    assert unlike.slowness_per_stage((0, 1, 1, 0)) == (1.0, 2.0, 2.0, 1.0)
 
 
 def test_memory_counts_where_devices_have_unlike_amounts():
     def having(*sizes):
         return Devices.of([Device("a", "", "here", size) for size in sizes])
 
-    assert having(24, 12).memory_of((0, 1)) == (12, 24)
-    assert having(24, 12).memory_of((0, 1, 1, 0)) == (12, 6, 6, 12)
-    assert having(24, 23).memory_of((0, 1)) == ()
-    assert having(24, 24).with_slowness_from([1, 2]).memory_of((0, 1)) == (24, 24)
-    assert having(0, 0).memory_of((0, 1)) == ()
+    assert having(24, 12).memory_per_stage((0, 1)) == (12, 24)
+    assert having(24, 12).memory_per_stage((0, 1, 1, 0)) == (12, 6, 6, 12)
+    assert having(24, 23).memory_per_stage((0, 1)) == ()
+    assert having(24, 24).with_slowness_from([1, 2]).memory_per_stage((0, 1)) == (24, 24)
+    assert having(0, 0).memory_per_stage((0, 1)) == ()
 
 
 def test_ratios_are_those_of_shared_classes_and_else_as_expected():
@@ -56,7 +56,7 @@ def test_ratios_are_those_of_shared_classes_and_else_as_expected():
 class Group:
     """Stands for the processes of a run, of which this is the first one."""
 
-    reports, num_tensor_ranks, num_replicas, device = True, 1, 1, None
+    is_global_zero, num_tensor_ranks, num_replicas, device = True, 1, 1, None
 
     def __init__(self, names, stage_ranks, **attributes):
         self.names, self.stage_ranks = names, stage_ranks
@@ -90,7 +90,7 @@ def measured(monkeypatch):
 def test_devices_of_two_names_are_compared_once_and_their_times_kept(measured, tmp_path):
     group = Group([["slow", "fast", "fast"]], (0, 1, 2))
     for _ in range(2):
-        found = find_devices(group, str(tmp_path))
+        found = measure_devices(group, str(tmp_path))
         assert found.names == ("fast", "fast", "slow")
         assert found.slowness == pytest.approx((1, 1, 3))
     assert len(measured) == 1
@@ -98,14 +98,14 @@ def test_devices_of_two_names_are_compared_once_and_their_times_kept(measured, t
 
 
 def test_devices_of_one_name_are_not_compared(measured, tmp_path):
-    assert find_devices(Group([["fast", "fast"]], (0, 1)), str(tmp_path)).are_alike
+    assert measure_devices(Group([["fast", "fast"]], (0, 1)), str(tmp_path)).are_equally_fast
     assert not measured
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_replica_is_as_its_slowest_device_at_a_place(measured, tmp_path):
     group = Group([["fast", "fast"], ["fast", "slow"]], (0, 1), num_replicas=2)
-    found = find_devices(group, str(tmp_path))
+    found = measure_devices(group, str(tmp_path))
     assert found.names == ("fast or slow", "fast")
     assert found.slowness == pytest.approx((3, 1))
 
@@ -113,7 +113,7 @@ def test_a_replica_is_as_its_slowest_device_at_a_place(measured, tmp_path):
 def test_unlike_devices_do_not_share_layers(measured, tmp_path):
     group = Group([["fast", "fast"], ["fast", "slow"]], (0, 1), num_tensor_ranks=2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 .* rank 1 among fast and slow"):
-        find_devices(group, str(tmp_path))
+        measure_devices(group, str(tmp_path))
 
 
 def test_a_product_takes_time_and_draws_nothing():

@@ -2,11 +2,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_pipeoffload.runtime.in_force import InForce
+from lightning_pipeoffload.runtime.in_force import ActiveSettings
 
 
 def test_the_latest_of_a_kind_holds_in_all_threads_until_it_ends_or_fails():
-    found = InForce()
+    found = ActiveSettings()
     with found.during("outer"), found.during(1), ThreadPoolExecutor(1) as thread:
         with found.during("inner"):
             assert thread.submit(found.latest, str).result() == "inner"

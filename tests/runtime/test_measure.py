@@ -27,10 +27,15 @@ from lightning_pipeoffload.runtime.measure import (
     costs_of_pipelines,
     costs_of_stages,
     measure_copy_speed,
-    measure_shapes,
+    measure_saved_memory,
     overhead_of_actions,
 )
-from lightning_pipeoffload.runtime.memory import Held, HostMemory, KeptForLater, OffloadSettings
+from lightning_pipeoffload.runtime.memory import (
+    BytesForLaterSlices,
+    HeldBytes,
+    HostMemory,
+    OffloadSettings,
+)
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
@@ -71,7 +76,9 @@ def cut(*lengths):
 
 def costs_of_rank(index, seconds, num_bytes):
     stage = StageCosts(*[seconds] * 3, *[num_bytes] * 3, seconds, seconds)
-    return RankCosts({index: [SliceCosts(stage, KeptForLater())]}, num_bytes, {index: seconds})
+    return RankCosts(
+        {index: [SliceCosts(stage, BytesForLaterSlices())]}, num_bytes, {index: seconds}
+    )
 
 
 def test_all_pipelines_cost_what_the_largest_does():
@@ -137,7 +144,7 @@ def test_the_ledgers_peak_and_the_devices_are_of_the_same_steps(monkeypatch):
     memory = ActivationMemory(settings)
     memory.forget_peaks()
     device.update(now=100, peak=250)
-    memory.ledger.record(Action(Kind.F, 0, 0), Held(150))
+    memory.ledger.record(Action(Kind.F, 0, 0), HeldBytes(150))
     assert memory.peak_without_activations == 100
 
 
@@ -400,7 +407,7 @@ def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):
         "scaled_dot_product_attention",
         lambda *args, **options: ran.append(1) or attend(*args, **options),
     )
-    measure_shapes(rank, parts[0])
+    measure_saved_memory(rank, parts[0])
     assert len(ran) == 2 + 1 + 2 + 1  # 0 of a class of its own, 1, 2, 5, 6, 9 with the head
 
 
@@ -426,7 +433,7 @@ def assert_as_counted(pipeline, batch):
     rank = pipeline.ranks[0]
     size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
     parts = trace_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
-    found = measure_shapes(rank, parts[0])
+    found = measure_saved_memory(rank, parts[0])
     pipeline.run(batch, size)
     costs = replace(
         rank.cut.costs,

@@ -7,7 +7,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     copy_ratios,
     estimated_copy_ratio,
-    free_share,
+    hideable_copy_share,
     with_copy_ratio,
 )
 
@@ -40,7 +40,7 @@ def test_ratio_of_every_stage():
     ],
 )
 def test_what_copies_are_free_depends_on_lanes(machine, share):
-    assert free_share(Costs(1, 1, 1, offload=3, reload=3, **machine), 4) == share
+    assert hideable_copy_share(Costs(1, 1, 1, offload=3, reload=3, **machine), 4) == share
 
 
 def test_copies_of_a_ratio_are_that_of_each_stage():

@@ -9,13 +9,13 @@ from lightning_pipeoffload.schedule import (
     FAMILIES,
     Costs,
     MemoryLimitError,
-    Option,
+    PlanOption,
     PlanRequest,
     ScheduleError,
     as_executed,
     best_of,
     build,
-    build_by,
+    build_from_recipe,
     make_plan,
     offload_activations,
     options,
@@ -25,7 +25,7 @@ from lightning_pipeoffload.schedule import (
     steady_period,
     validate,
 )
-from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families, least_span
+from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families, span_lower_bound
 from tests.support.pairs import first, slow
 from tests.support.plans import WHOLE
 
@@ -100,7 +100,7 @@ def test_a_frozen_base_with_adapters_gets_a_plan_of_several_stages_per_rank(weig
 @pytest.mark.parametrize(("p", "m", "most"), [(2, 6, 714), (4, 8, 1074)])
 def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
     """And what a solver starts from is what ``auto`` takes: there is one list of plans."""
-    costs = costs_by_chunk()(Option("1f1b", 1, m))
+    costs = costs_by_chunk()(PlanOption("1f1b", 1, m))
     wanted = options([m], num_chunks=1)
     barrier = {"has_barrier": lambda option: True}
     choice = planned(p, wanted, lambda option: costs, 17, **barrier)
@@ -115,7 +115,7 @@ def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
 def test_a_limit_binds_where_it_excludes_a_plan(share, is_bound):
     asked = SIZES[0], options([SIZES[1]]), costs_by_chunk()
     limited = planned(*asked, share * SIZES[0] * 17, omits_above=inf)
-    assert limited.is_bound_by_memory is is_bound
+    assert limited.is_limited_by_memory is is_bound
     if not is_bound:
         assert limited.best.period <= planned(*asked, omits_above=inf).best.period
 
@@ -164,7 +164,7 @@ def test_hosts_without_room_get_a_plan_without_copies():
 
 
 def test_a_share_is_offloaded_by_every_candidate():
-    wanted = [Option("1f1b", 1, 4), Option("po_h", 2, 4)]
+    wanted = [PlanOption("1f1b", 1, 4), PlanOption("po_h", 2, 4)]
     costs_of = costs_by_chunk(offload=1, reload=1)
     choice = planned(2, wanted, costs_of, offload="half")
     assert choice.best.schedule.has_copies
@@ -181,7 +181,7 @@ def test_a_share_is_offloaded_by_every_candidate():
     ],
 )
 def test_the_period_decides_where_no_rank_waits_between_steps(p, wanted, has_barrier, name, times):
-    wanted = [Option(*each, 8) for each in wanted]
+    wanted = [PlanOption(*each, 8) for each in wanted]
     barrier = {"has_barrier": lambda option: has_barrier}
     best = planned(p, wanted, lambda o: Costs(*[1 / o.num_chunks] * 3), **barrier).best
     assert best.option.schedule == name
@@ -228,9 +228,9 @@ def test_what_needs_least_memory_shows_that_others_need_not_be_built(monkeypatch
 
     def build_one(*arguments, **more):
         built.append(arguments)
-        return build_by(*arguments, **more)
+        return build_from_recipe(*arguments, **more)
 
-    monkeypatch.setitem(make_plan.__globals__, "build_by", build_one)
+    monkeypatch.setitem(make_plan.__globals__, "build_from_recipe", build_one)
     kept = {"none": 17.0, "cheap": 12.0, "full": 3.0}
 
     def costs_of(option):
@@ -245,7 +245,7 @@ def test_what_needs_least_memory_shows_that_others_need_not_be_built(monkeypatch
 
 @pytest.mark.parametrize("offload", ["none", 0.0])
 def test_where_nothing_is_offloaded_weight_gradients_are_postponed(offload):
-    costs, wanted = Costs(1, 1, 1, step=4.0), [Option("zb_h1", 1, 4)]
+    costs, wanted = Costs(1, 1, 1, step=4.0), [PlanOption("zb_h1", 1, 4)]
     more = {"offload": offload, "steps_early": lambda option: True}
     choice = planned(2, wanted, lambda option: costs, **more)
     assert [c.postponed for c in choice.candidates] == [0, 0, 1, 2]
@@ -258,12 +258,12 @@ def test_few_microbatches_bound_the_period_of_every_family(count):
     for option in options([count], 2):
         recipe = FAMILIES[option.schedule]
         try:
-            schedule = build_by(recipe, option.schedule, (4, count, None), costs)
+            schedule = build_from_recipe(recipe, option.schedule, (4, count, None), costs)
         except ScheduleError:
             continue
         placement = schedule.placement
-        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
-        bounds[option.schedule] = least_span(seconds, latencies, placement, count)
+        seconds, latencies = costs.seconds_by_kind(len(placement)), costs.latencies(placement)
+        bounds[option.schedule] = span_lower_bound(seconds, latencies, placement, count)
         period = steady_period(as_executed(schedule, costs, False), costs, has_barrier=False)
         assert bounds[option.schedule] <= period * (1 + 1e-9), option.schedule
     # A single microbatch: the first rank waits for all F's and the B's of the other ranks.

@@ -12,7 +12,6 @@ from lightning_pipeoffload.schedule import (
     Action,
     Kind,
     OpenReceives,
-    actions_ahead,
     build,
     forward_only,
     lower,
@@ -20,8 +19,9 @@ from lightning_pipeoffload.schedule import (
     recv_before,
     recv_of,
     send_of,
+    speculative_actions,
 )
-from lightning_pipeoffload.schedule.messages import arrived_before, sends_before
+from lightning_pipeoffload.schedule.messages import delivered_sends_by_recv, num_required_sends
 from tests.support.in_process import InProcessPipeline
 from tests.support.plans import SHAPES
 from tests.support.small_modules import Regression
@@ -30,13 +30,13 @@ from tests.support.small_modules import Regression
 def test_messages_tell_of_those_before_them():
     plan = lower(build("1f1b", 2, 3))
     told = {Action(Kind.RECV_B, 0, m): [Action(Kind.SEND_F, 0, m)] for m in range(3)}
-    assert arrived_before(plan, 0) == told
+    assert delivered_sends_by_recv(plan, 0) == told
     # What the ranks behind have waited for; what went round over other ranks.
     for name, kind, stage, sent in [
         ("1f1b", Kind.RECV_B, 0, [2, 3, 3]),
         ("interleaved_1f1b", Kind.RECV_F, 3, [1, 2, 3]),
     ]:
-        follows = sends_before(lower(build(name, 3, 3)))
+        follows = num_required_sends(lower(build(name, 3, 3)))
         assert [follows[Action(kind, stage, m)] for m in range(3)] == sent
 
 
@@ -44,7 +44,7 @@ def test_messages_tell_of_those_before_them():
 def test_the_peer_had_what_it_is_said_to_have_had(name):
     plan = lower(build(name, 4, 8))
     for rank in range(4):
-        for receive, sends in arrived_before(plan, rank).items():
+        for receive, sends in delivered_sends_by_recv(plan, rank).items():
             answer = send_of(receive)
             peer = plan[plan.rank_of(answer.stage)]
             before = peer[: peer.index(answer)]
@@ -56,10 +56,10 @@ class Edges:
     """What one rank has open and has taken, edge by edge."""
 
     def __init__(self, plan, rank):
-        self.follows, self.num_sent = sends_before(plan), 0
+        self.follows, self.num_sent = num_required_sends(plan), 0
         self.open, self.taken = {}, set()
         self.receives = OpenReceives(plan, rank, self.post)
-        self.receives.expect(plan[rank])
+        self.receives.queue_receives(plan[rank])
 
     def post(self, receive, source):
         assert source not in self.open
@@ -124,7 +124,7 @@ class Counting:
         self.held -= 1
         return self.transport.wait(receive)
 
-    def release(self, peer, left):
+    def drain_sends(self, peer, left):
         ended = max(0, self.sent[peer] - left)
         self.sent[peer] -= ended
         self.held -= ended
@@ -161,7 +161,7 @@ def test_evaluations_need_no_more_messages_than_training(name):
 
 
 def test_each_rank_goes_as_far_as_its_first_backward_and_the_last_stage_waits():
-    found = actions_ahead(lower(build("1f1b", 3, 6)))
+    found = speculative_actions(lower(build("1f1b", 3, 6)))
     forwards = [[a.microbatch for a in actions if a.kind is Kind.F] for actions in found]
     assert forwards == [[0, 1, 2], [0, 1], []]
 
@@ -169,7 +169,7 @@ def test_each_rank_goes_as_far_as_its_first_backward_and_the_last_stage_waits():
 @pytest.mark.parametrize("name", [*SHAPES, "v_half"])
 def test_no_message_of_what_runs_ahead_is_left_and_nothing_is_missing(name):
     plan = lower(build(name, 2, 4))
-    found = actions_ahead(plan)
+    found = speculative_actions(plan)
     sent = {recv_of(a) for actions in found for a in actions if a.kind in SENDS}
     received = {a for actions in found for a in actions if a.kind in RECVS}
     assert sent == received

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeoffload.schedule import Costs, PlanCache, build, offload_activations
-from lightning_pipeoffload.schedule.plan_cache import PlanQuestion
+from lightning_pipeoffload.schedule.plan_cache import PlanCacheKey
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0)
-QUESTION = PlanQuestion("optpipe", 4, 8, 1, COSTS, memory_limit=34.0)
+QUESTION = PlanCacheKey("optpipe", 4, 8, 1, COSTS, memory_limit=34.0)
 PLAN = build("zb_h1", 4, 8)
 
 

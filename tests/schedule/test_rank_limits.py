@@ -4,14 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
+from lightning_pipeoffload.planning.request import (
+    PlanLimits,
+    PlannedWork,
+    PlannerOptions,
+    fill_request,
+    options_of,
+)
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
     RankLimits,
+    device_indices,
     make_plan,
     peak_memory,
-    places_of,
 )
 from lightning_pipeoffload.schedule.passes import as_executed
 from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families
@@ -22,9 +28,11 @@ FAST_FIRST = 90.0, 60.0, 30.0
 
 
 def request(memory, schedule="auto", num_ranks=3, **options):
-    work = Work(num_ranks, lambda option: COSTS if option.num_chunks == 1 else halved(option))
-    fixed = Fixed(options_of(schedule, [9], None), **options)
-    return fill_request(work, Machines(memory, names=NAMES), fixed, omits_above=float("inf"))
+    work = PlannedWork(
+        num_ranks, lambda option: COSTS if option.num_chunks == 1 else halved(option)
+    )
+    fixed = PlannerOptions(options_of(schedule, [9], None), **options)
+    return fill_request(work, PlanLimits(memory, names=NAMES), fixed, omits_above=float("inf"))
 
 
 def halved(option):
@@ -48,7 +56,7 @@ def test_each_rank_keeps_its_own_limit(memory, schedule, offload):
         return
     plan = make_plan(asked)
     peaks = peak_memory(as_executed(plan.schedule, plan.costs, False), plan.costs)
-    places = places_of(plan.schedule.placement)
+    places = device_indices(plan.schedule.placement)
     limits = [memory[place] for place in places]
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
     assert max(peaks) == pytest.approx(plan.best.peak_memory)
@@ -81,14 +89,16 @@ def test_what_fits_no_rank_names_that_rank_and_its_device(schedule, least):
 def test_what_the_solver_refuses_names_the_rank_with_its_own_numbers():
     limits = RankLimits((60.0, 60.0, 10.0), (0, 1, 2))
     with pytest.raises(MemoryLimitError) as refused:
-        best_of_families(PlanProblem(8, (0, 1, 2), limits.count(COSTS), limits.largest))
-    error = limits.true_error(refused.value, COSTS, "rank {}".format)
+        best_of_families(
+            PlanProblem(8, (0, 1, 2), limits.scale_to_common_limit(COSTS), limits.common_limit)
+        )
+    error = limits.error_of_tightest_rank(refused.value, COSTS, "rank {}".format)
     assert str(error).startswith("memory_limit (10) of rank 2 is less than any of ")
     assert str(error).endswith("use at least 17")
 
 
 def test_the_solver_starts_within_each_ranks_limit():
     limits = RankLimits((60.0, 60.0, 20.0), (0, 1, 2))
-    problem = PlanProblem(8, (0, 1, 2), limits.count(COSTS), limits.largest)
+    problem = PlanProblem(8, (0, 1, 2), limits.scale_to_common_limit(COSTS), limits.common_limit)
     peaks = peak_memory(best_of_families(problem), COSTS)
     assert all(peak <= limit for peak, limit in zip(peaks, limits.limits, strict=True))

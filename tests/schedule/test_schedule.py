@@ -16,12 +16,12 @@ from lightning_pipeoffload.schedule import (
     MemoryPart,
     Schedule,
     ScheduleError,
+    accumulates_in_same_order,
     add_final_actions,
     build,
     lower,
     offload_activations,
     stages_on,
-    sums_alike,
     validate,
 )
 from lightning_pipeoffload.schedule.schedule import loop_placement, v_placement
@@ -155,9 +155,11 @@ def test_csv_that_cannot_be_is_refused(tmp_path):
 )
 def test_families_add_up_in_the_order_of_microbatches(one, other, num_chunks):
     one, other = (build(name, 3, 6, num_chunks) for name in (one, other))
-    assert sums_alike(one, other)
-    assert sums_alike(one, lower(other))
-    assert sums_alike(one, other, [{0, 1}])  # of two ranks: they add up by themselves
+    assert accumulates_in_same_order(one, other)
+    assert accumulates_in_same_order(one, lower(other))
+    assert accumulates_in_same_order(
+        one, other, [{0, 1}]
+    )  # of two ranks: they add up by themselves
 
 
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
@@ -167,11 +169,11 @@ def test_another_order_of_microbatches_is_told(kind):
         tuple(a._replace(microbatch=3 - a.microbatch) if a.kind is kind else a for a in rank)
         for rank in plan
     ]
-    assert not sums_alike(plan, Schedule.of(turned, "turned"))
+    assert not accumulates_in_same_order(plan, Schedule.of(turned, "turned"))
 
 
 def test_stages_of_one_rank_that_share_a_weight_have_to_take_turns_alike():
     one, other = build("1f1b_v", 2, 4), build("zb_v", 2, 4)
-    assert sums_alike(one, other)
-    assert not sums_alike(one, other, [{0, 3}])
-    assert sums_alike(one, one, [{0, 3}])
+    assert accumulates_in_same_order(one, other)
+    assert not accumulates_in_same_order(one, other, [{0, 3}])
+    assert accumulates_in_same_order(one, one, [{0, 3}])

@@ -14,19 +14,19 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     Slices,
+    accumulates_in_same_order,
     build,
-    cut_positions,
     forward_only,
     keep_microbatches,
     lower,
     make_plan,
     offload_activations,
-    one_at_a_time,
     options,
     peak_memory,
+    serialize_microbatches,
     simulate,
     simulate_steps,
-    sums_alike,
+    slice_ends,
     validate,
 )
 from lightning_pipeoffload.schedule.simulation import memory_curves
@@ -60,7 +60,7 @@ def test_sliced_schedules_are_valid_as_are_all_that_passes_make_of_them(name, p,
     assert sizes == (m, n, m * n)
     fewer = keep_microbatches(schedule, 1)
     assert (fewer.num_microbatches, fewer.num_sequence_slices) == (1, n)
-    alone = one_at_a_time(schedule)
+    alone = serialize_microbatches(schedule)
     for each in (schedule, fewer, alone):
         validate(lower(each))
     of_alone = max(peak_memory(alone, Costs.unit()))
@@ -71,7 +71,7 @@ def test_sliced_schedules_are_valid_as_are_all_that_passes_make_of_them(name, p,
     again = Schedule.parse(str(schedule), num_sequence_slices=n)
     assert again == schedule != Schedule.parse(str(schedule))
     assert f"num_sequence_slices={n}" in repr(schedule)
-    assert not sums_alike(schedule, Schedule.parse(str(schedule)))
+    assert not accumulates_in_same_order(schedule, Schedule.parse(str(schedule)))
 
 
 def test_one_slice_is_the_schedule_of_whole_sequences():
@@ -163,7 +163,7 @@ def test_weights_may_come_in_any_order_and_microbatches_between_each_other():
         (lambda: simulate(plan("0F0 0F1 0BW1 0BW0", num_sequence_slices=2), OF_THREE), "has 3 val"),
         (lambda: Slices(key_values=1.5), r"slices.key_values \(1.5\) must be from 0 to 1"),
         (lambda: Slices((1, 0)), r"slices.sizes \(\(1, 0\)\) must be numbers above 0"),
-        (lambda: cut_positions(7, 4), r"\(4\) leaves less than 2 of 7 tokens .* use at most 3"),
+        (lambda: slice_ends(7, 4), r"\(4\) leaves less than 2 of 7 tokens .* use at most 3"),
     ],
 )
 def test_what_cannot_be_is_refused(refused, message):
@@ -176,11 +176,11 @@ UNEVEN_4 = Costs(1, 1, 1, slices=Slices((4, 3, 2, 2), 0.4, 0.5, key_values=0.1))
 
 
 def test_equal_cuts_where_all_costs_are_linear_and_shorter_later_slices_for_attention():
-    assert cut_positions(32, 4) == (8, 16, 24, 32)
-    assert cut_positions(10, 4) == (2, 5, 8, 10)
-    assert cut_positions(8, 4, 1.0, 1e6) == (2, 4, 6, 8)
+    assert slice_ends(32, 4) == (8, 16, 24, 32)
+    assert slice_ends(10, 4) == (2, 5, 8, 10)
+    assert slice_ends(8, 4, 1.0, 1e6) == (2, 4, 6, 8)
     linear, quadratic = 3.0, 5.0
-    ends = cut_positions(2**20, 8, linear, quadratic)
+    ends = slice_ends(2**20, 8, linear, quadratic)
     done = [linear * x + quadratic * x**2 for x in (end / 2**20 for end in (0, *ends))]
     costs = [after - before for before, after in pairwise(done)]
     assert costs == pytest.approx([1.0] * 8, rel=1e-5)

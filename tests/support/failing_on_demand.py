@@ -43,7 +43,7 @@ class Failing:
 def in_push(act, rank):
     """Fail while a lock is held, and part of the gradients added."""
     failing = Failing(act, rank)
-    held = shared_bytes.OwnerLocks.held
+    held = shared_bytes.OwnerLocks.hold_lock
 
     @contextmanager
     def failing_held(self, *args):
@@ -51,7 +51,7 @@ def in_push(act, rank):
             failing()
             yield
 
-    shared_bytes.OwnerLocks.held = failing_held  # type: ignore[method-assign]
+    shared_bytes.OwnerLocks.hold_lock = failing_held  # type: ignore[method-assign]
 
 
 def in_gather(act, rank):

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.comm import Transport
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import Microbatch, in_slices, placed
+from lightning_pipeoffload.runtime.step import Microbatch, in_slices, set_plan_indices
 from lightning_pipeoffload.runtime.users_code import StepCall, copy_batch
 from lightning_pipeoffload.schedule import (
     RECVS,
@@ -67,7 +67,7 @@ class InProcessPipeline:
         module: nn.Module,
         schedule: Schedule,
         step: Callable[[nn.Module, Any], Any],
-        memory: Callable[[torch.device], ActivationMemory] = ActivationMemory.on,
+        memory: Callable[[torch.device], ActivationMemory] = ActivationMemory.for_device,
         device: torch.device | None = None,
         **options: Any,
     ) -> None:
@@ -106,7 +106,7 @@ class InProcessPipeline:
             step = partial(_call, self._step, pipeline.module)
             slices = trace_batch(pipeline, batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
-            microbatches = in_slices(placed(slices, weights))
+            microbatches = in_slices(set_plan_indices(slices, weights))
             plan = self.plan
             if slices[0].num_slices < plan.num_sequence_slices:  # of short sequences
                 plan = lower(keep_microbatches(self._schedule, len(slices), slices[0].num_slices))

@@ -44,7 +44,7 @@ def there_and_back(store):
     store.free()
     assert store.held.device == 0
     store.reload(EVERYTHING_SAVED)
-    store.arrive(EVERYTHING_SAVED)
+    store.wait_for_reload(EVERYTHING_SAVED)
 
 
 def memory_of_all(device, budget=None, lanes=None):
@@ -85,13 +85,13 @@ class LastMomentLane:
         target.fill_(255)
         self._row.append(partial(target.copy_, source))
 
-    def mark(self):
+    def record_event(self):
         return Moment(self, len(self._row))
 
-    def finish(self, moment):
+    def synchronize(self, moment):
         self.run(moment.place)
 
-    def hold_compute(self, moment):
+    def make_compute_wait(self, moment):
         self.num_late += self._done < moment.place
         self.run(moment.place)
 

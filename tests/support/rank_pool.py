@@ -111,7 +111,7 @@ def end_groups():
     Each thread of gloo's wakes up a hundred times a second. Those of pools at rest, some hundreds,
     were what the end of a run of all tests spent its time with.
     """
-    ProcessGroups.end()
+    ProcessGroups.retire_current()
     ProcessGroups._ended.clear()
     ProcessGroups._pending.clear()
     if dist.is_initialized():

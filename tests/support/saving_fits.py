@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeoffload.checkpoints import SavedValues
+from lightning_pipeoffload.checkpoints import CheckpointGatherer
 from lightning_pipeoffload.runtime import StoredTensor
 from tests.support import fits
 
@@ -169,7 +169,7 @@ def count_values(size, path, options):
     received = weakref.WeakSet()
     counts = [0]
     read = []
-    receive, value = SavedValues._receive, StoredTensor.value
+    receive, value = CheckpointGatherer._receive, StoredTensor.value
 
     def receive_counted(*args):
         found = receive(*args)
@@ -183,7 +183,7 @@ def count_values(size, path, options):
 
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SavedValues, "_receive", receive_counted)
+        patch.setattr(CheckpointGatherer, "_receive", receive_counted)
         patch.setattr(StoredTensor, "value", value_counted)
         for epochs, callbacks in ((1, []), (2, []), (3, [SavesFirst(path)])):
             record = fits.Record()

@@ -42,7 +42,13 @@ from lightning_pipeoffload.runtime.cut import StepRecord
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step import Microbatch
-from lightning_pipeoffload.runtime.users_code import GONE, RemoteValue, StepPoint, Variable, refill
+from lightning_pipeoffload.runtime.users_code import (
+    GONE,
+    NamedAttribute,
+    RemoteValue,
+    StepPoint,
+    refill,
+)
 
 _REFILLED = (list, dict, set, deque)
 
@@ -60,7 +66,7 @@ class CollectedValues:
         self._pipeline = pipeline
         self._group = group = pipeline.group
         self._connector = connector
-        self._variables: dict[str, Variable] = {}
+        self._variables: dict[str, NamedAttribute] = {}
         self._late: dict[str, str] = {}  # not in any trace: the kind of step that writes it
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with the error of its use
@@ -83,7 +89,7 @@ class CollectedValues:
         for path, part in module.named_modules():  # placeholders that an earlier run has left
             for name, value in vars(part).items():
                 if isinstance(value, RemoteValue):
-                    label = self._add(Variable(path, part, name))
+                    label = self._add(NamedAttribute(path, part, name))
                     self._lacking[label] = value.message
 
     @contextmanager
@@ -98,7 +104,7 @@ class CollectedValues:
         try:
             yield
         except BaseException:
-            self._hide()
+            self._install_placeholders()
             raise
         self._end_step()
         if kind not in self._exchanged_kinds:  # once, in the first batch
@@ -122,7 +128,7 @@ class CollectedValues:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        self._show()
+        self._restore_local_values()
         if self._late_writes is not None and self._kind:
             self._late_writes.begin()
 
@@ -136,16 +142,16 @@ class CollectedValues:
                 self._lacking.pop(label, None)
             else:
                 self._lacking[label] = self._message(label, place)
-        self._hide()
+        self._install_placeholders()
 
-    def _show(self) -> None:
+    def _restore_local_values(self) -> None:
         self._hidden_metrics.clear()
         for label in self._lacking:
             variable = self._current_variable(label)
             if isinstance(variable.value, RemoteValue):
                 variable.put(variable.value.local_value)
 
-    def _hide(self) -> None:
+    def _install_placeholders(self) -> None:
         for label, message in self._lacking.items():
             variable = self._current_variable(label)
             owner, value = variable.part, variable.value
@@ -173,17 +179,17 @@ class CollectedValues:
 
     # Which variables
 
-    def _add(self, variable: Variable) -> str:
+    def _add(self, variable: NamedAttribute) -> str:
         self._variables.setdefault(variable.label, variable)
         return variable.label
 
-    def _current_variable(self, label: str) -> Variable:
+    def _current_variable(self, label: str) -> NamedAttribute:
         """Return a variable of the present submodule: a hook may replace a metric."""
         if label in self._variables:
             path, name = self._variables[label].path, self._variables[label].name
         else:
             path, _, name = label.removeprefix("self.").rpartition(".")
-        self._variables[label] = Variable(path, self._module.get_submodule(path), name)
+        self._variables[label] = NamedAttribute(path, self._module.get_submodule(path), name)
         return self._variables[label]
 
     def _written_in_batch(self) -> dict[str, StepPoint]:
@@ -238,7 +244,7 @@ class CollectedValues:
 
     def send(self) -> None:
         """Send what steps have written since the last call to all ranks; all ranks call it."""
-        mine = {label: self._report(label) for label in sorted(self._due)}
+        mine = {label: self._variable_state(label) for label in sorted(self._due)}
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
         self._logged = gathered[self._group.stage_ranks[-1]][1]
@@ -248,24 +254,24 @@ class CollectedValues:
                 states.setdefault(label, {})[rank] = report
                 if report.kind:
                     self._late[label] = report.kind
-        self._show()
+        self._restore_local_values()
         senders: dict[int, list[str]] = {}
         for label, reported in states.items():
             senders.setdefault(choose_sender(reported), []).append(label)
         for label in senders.pop(-1, ()):
-            self._keep_from_hooks(label, "each of several stages has some of it")
+            self._mark_unsendable(label, "each of several stages has some of it")
         for rank, labels in sorted(senders.items()):
             self._send_from(rank, labels)
-        self._hide()
+        self._install_placeholders()
 
-    def send_in_step(self) -> None:
+    def send_training_writes(self) -> None:
         """Send what training steps have written before a step runs whole; all ranks call it."""
         if self._has_trained:
             self._has_trained = False
             self.send()
-            self._show()
+            self._restore_local_values()
 
-    def _report(self, label: str) -> VariableState:
+    def _variable_state(self, label: str) -> VariableState:
         end = None if label in self._lacking else self._last_segment
         leaves = [] if end is None else list(leaves_of(self._current_variable(label).value))
         is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
@@ -277,7 +283,7 @@ class CollectedValues:
         packed = self._group.broadcast(packed, self._group.global_ranks[rank])
         for label, data in packed.items():
             if isinstance(data, str):
-                self._keep_from_hooks(label, data, is_mine)
+                self._mark_unsendable(label, data, is_mine)
             else:
                 self._lacking.pop(label, None)
                 if not is_mine:
@@ -306,7 +312,7 @@ class CollectedValues:
             value = container
         variable.put(value)
 
-    def _keep_from_hooks(self, label: str, reason: str, has_it: bool = False) -> None:
+    def _mark_unsendable(self, label: str, reason: str, has_it: bool = False) -> None:
         message = (
             f"{label}, which the step writes, is not sent to all ranks, for {reason}; use self.log "
             f"in the step and trainer.callback_metrics in hooks"
@@ -356,7 +362,7 @@ class CollectedValues:
         return unpack(packed, self._group.device)
 
 
-def _is_sent(variable: Variable) -> bool:
+def _is_sent(variable: NamedAttribute) -> bool:
     if isinstance(variable.part, pl.LightningModule) and variable.name in OF_LIGHTNING:
         return False
     if isinstance(variable.part, Metric):

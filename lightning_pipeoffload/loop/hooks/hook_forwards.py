@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes import StoreBarrier
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import give_values
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.shapes import substitute_values
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 from lightning_pipeoffload.runtime.whole import WholeRuns
 
 _TO_EXPLAIN = timedelta(seconds=5)  # for the others to say what they call, once one has not come
@@ -41,7 +41,7 @@ class HookForwards:
         self._pipeline, self._runs = pipeline, runs
         self._group = pipeline.group
         self._barrier = barrier
-        self._calls = self._group.make_group("calls in hooks", backend="gloo")
+        self._calls = self._group.make_pipeline_group("calls in hooks", backend="gloo")
         self._names: dict[int, str] = {}
         self._named: Mapping[str, frozenset[int]] = {}
         self._handles: list[RemovableHandle] = []
@@ -83,7 +83,7 @@ class HookForwards:
             return
         self._wait_for_all_to_call(name)
         self._had_gradients = torch.is_grad_enabled()
-        self._running.enter_context(self._runs.run(None, module).running())
+        self._running.enter_context(self._runs.prepare_run(None, module).running())
         self._outermost, self._depth = module, 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -99,8 +99,8 @@ class HookForwards:
             self._running.__exit__(*error)
             return None
         self._running.close()
-        values = give_values(result)
-        return tree_map(_without_backward, values) if self._had_gradients else values
+        values = substitute_values(result)
+        return tree_map(_refuse_backward, values) if self._had_gradients else values
 
     def _modules_with_remote_tensors(self) -> dict[int, str]:
         tensors = self._pipeline.tensors
@@ -124,7 +124,7 @@ class HookForwards:
         others = [
             f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name
         ]
-        line = in_brackets(calling_line())
+        line = in_brackets(running_user_line())
         reason = self._explain_missing(missing) if missing else f"where {others[0]}"
         raise RuntimeError(
             f"{name} is called outside of a step{line}, {reason}; each rank has a part of the "
@@ -147,7 +147,7 @@ class HookForwards:
         return f"and global ranks {ranks} have not come to it for {self._barrier.seconds:.0f} s"
 
 
-class _WithoutBackward(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mark: Tensor) -> Tensor:
         return tensor.view_as(tensor)
@@ -161,8 +161,8 @@ class _WithoutBackward(torch.autograd.Function):
         )
 
 
-def _without_backward(leaf: Any) -> Any:
+def _refuse_backward(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
     mark = torch.zeros((), requires_grad=True, device=leaf.device)
-    return _WithoutBackward.apply(leaf, mark)
+    return _RefuseBackward.apply(leaf, mark)

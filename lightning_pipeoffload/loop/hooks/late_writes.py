@@ -11,8 +11,8 @@ from torchmetrics import Metric
 
 from lightning_pipeoffload.runtime.users_code import (
     GONE,
+    ContainedValues,
     Fingerprint,
-    Parts,
     fingerprint,
     is_plain_value,
     is_unchanged,
@@ -87,5 +87,5 @@ class LateWrites:
 
 def _fingerprint_with_metrics(value: Any) -> Fingerprint:
     states = fingerprint(value, longest=_MOST_VALUES)
-    parts = [part for _, state in states if isinstance(state, Parts) for part in state]
+    parts = [part for _, state in states if isinstance(state, ContainedValues) for part in state]
     return states + [(part, part.update_count) for part in parts if isinstance(part, Metric)]

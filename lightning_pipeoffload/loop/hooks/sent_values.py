@@ -65,7 +65,7 @@ def pack(value: Any, room: int = MOST_BYTES) -> bytes:
     except Exception as error:  # whatever the pickling of a user's class raises
         raise UnsendableError(f"it cannot be pickled: {error}") from error
     if file.tell() > room:
-        raise UnsendableError(_too_large())
+        raise UnsendableError(_too_large_message())
     return file.getvalue()
 
 
@@ -75,7 +75,7 @@ def unpack(data: bytes, device: torch.device) -> Any:
         return _Unpacker(io.BytesIO(data), device).load()
 
 
-def _too_large() -> str:
+def _too_large_message() -> str:
     return f"what steps have collected takes more than {MOST_BYTES >> 20} MiB"
 
 
@@ -92,7 +92,7 @@ class _Packer(pickle.Pickler):
             raise UnsendableError("each of several stages has some of it")
         self._room -= obj.nbytes
         if self._room < 0:
-            raise UnsendableError(_too_large())
+            raise UnsendableError(_too_large_message())
         if type(obj) not in (Tensor, nn.Parameter) or obj.layout is not torch.strided:
             return None  # pickles itself
         data = as_bytes(obj.detach().cpu().contiguous()).numpy().tobytes()
@@ -131,7 +131,7 @@ class RemoteOutputs(Placeholder, dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Return a number, or raise ``RuntimeError`` for any other value."""
         numbers = self._fetch()
-        return numbers[key] if key in numbers else self._use()
+        return numbers[key] if key in numbers else self._raise()
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a number, as ``[key]`` does."""

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import KnownSize, RemoteGradient, RemoteTensor
+from lightning_pipeoffload.runtime.shapes import KnownNorms, RemoteGradient, RemoteTensor
 from lightning_pipeoffload.runtime.users_code import WrappedHook
 from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
@@ -82,10 +82,10 @@ def hooks_between_batches(trainer: Trainer) -> tuple[str, ...]:
     return users_hooks(trainer, _BETWEEN_BATCHES)
 
 
-def refuse_other_callbacks(trainer: Trainer) -> None:
+def refuse_different_callbacks(trainer: Trainer) -> None:
     """Raise ``ValueError`` on a rank with other callbacks than global rank 0; all ranks call it."""
     mine = [type(owner).__qualname__ for owner in _owners_of_ends(trainer)]
-    _refuse_others(
+    _refuse_different_hooks(
         trainer, mine, "run hooks at the end of batches and epochs together, in one order"
     )
 
@@ -96,7 +96,7 @@ def _owners_of_ends(trainer: Trainer) -> list[Any]:
     return [module, *(callback for callback in callbacks if _hooks_of(callback, ends))]
 
 
-def _refuse_others(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None:
+def _refuse_different_hooks(trainer: Trainer, mine: list[str], what_ranks_do: str) -> None:
     root: list[str] = trainer.strategy.broadcast(mine)
     if mine != root:
         raise ValueError(
@@ -157,7 +157,7 @@ def wrap_gradient_hooks(trainer: Trainer, share: Callable[[], None]) -> list[Wra
     owners = owners_of_hooks(trainer)
     hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
     names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in hooks]
-    _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
+    _refuse_different_hooks(trainer, names, "compare gradients before the hooks that may read them")
 
     def share_first(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         share()
@@ -184,28 +184,28 @@ def wrap_end_hooks(trainer: Trainer, publish: Callable[[], None]) -> list[Wrappe
     return [WrappedHook(owner, hook, publish_after) for owner, hook in hooks]
 
 
-def share_gradient_sizes(pipeline: Pipeline) -> None:
+def share_gradient_norms(pipeline: Pipeline) -> None:
     """Exchange norm and largest element of each gradient, and whether there is one.
 
     One message of three numbers for each parameter of the model. All ranks that share gradients
     call it: those of a pipeline, or of all replicas where each has some of them.
     """
     parameters = [*pipeline.module.parameters()]
-    counted = pipeline.gradients.counted(parameters)
-    table = _measure([counted.get(index) for index in range(len(parameters))])
+    counted = pipeline.gradients.counted_gradients(parameters)
+    table = _gradient_norm_table([counted.get(index) for index in range(len(parameters))])
     with reporting_lost_peers("lost a rank while comparing gradients"):
-        dist.all_reduce(table, group=pipeline.gradients.sharing.host_group)
+        dist.all_reduce(table, group=pipeline.gradients.gradient_group.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
-        size = KnownSize(norm, largest) if kind == _MEASURED else None
+        size = KnownNorms(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):
             parameter.set_remote_gradient(kind != _ABSENT, size)
         elif isinstance(parameter.grad, RemoteGradient):
-            parameter.grad.set_size(size)
+            parameter.grad.set_norms(size)
             if size is not None:
                 pipeline.gradient_changes.invalidate_on_change(size)
 
 
-def _measure(gradients: list[Tensor | None]) -> Tensor:
+def _gradient_norm_table(gradients: list[Tensor | None]) -> Tensor:
     """Return kind, norm and largest element of each gradient in a table on the host, else 0.
 
     By the operation and in the precision of the user's code, so that every rank has the same bits.

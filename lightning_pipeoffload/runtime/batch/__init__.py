@@ -1,14 +1,14 @@
 """Batches as trees of tensors: number of samples, split into microbatches, merge of results."""
 
-from .packet import Contents, Packet
+from .packet import Packet, ReceivedPacket
 from .parts import (
-    in_mean,
     merge_outputs,
     sample_counts,
     shape_signature,
     start_checksum,
     weigh_parts,
     weighted,
+    weighted_or_zero,
 )
 from .structure import (
     BatchParts,

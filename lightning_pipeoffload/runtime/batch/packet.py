@@ -51,7 +51,7 @@ class Packet:
         batch: Any object that can be pickled; its tensors may be on any device.
 
     Attributes:
-        structure: The bytes that :class:`Contents` needs in addition to the buffer.
+        structure: The bytes that :class:`ReceivedPacket` needs in addition to the buffer.
         num_bytes: The size of the buffer.
         is_on_host: Whether all tensors are.
 
@@ -119,7 +119,7 @@ class Packet:
             buffer[start : start + part.num_bytes].copy_(memory)
 
 
-class Contents:
+class ReceivedPacket:
     """A packet that has come, from which a batch in memory of its own is rebuilt.
 
     Args:

@@ -17,8 +17,8 @@ from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.batch.structure import has_entry_for_each
 from lightning_pipeoffload.runtime.batch.tree import (
     batch_leaves,
+    container_entries,
     is_column,
-    parts_of,
     rebuild,
     tensors_of_object,
 )
@@ -72,7 +72,7 @@ def weighted(value: Any, share: Any) -> Any:
     return product.to(value.dtype) if is_precise else product
 
 
-def in_mean(value: Any, share: Any) -> Any:
+def weighted_or_zero(value: Any, share: Any) -> Any:
     """Return a number times its share; 0 where the share is 0, as a mean over no tokens is NaN."""
     product = weighted(value, share)
     if isinstance(share, Tensor):
@@ -99,10 +99,10 @@ def merge_outputs(
     if isinstance(first, _WHOLE) and all(output == first for output in outputs):
         return first
     if isinstance(first, Tensor | np.ndarray | np.bool_ | Complex):  # numpy's numbers are, too
-        return sum(map(in_mean, outputs, weights))
+        return sum(map(weighted_or_zero, outputs, weights))
     if is_column(first) or (sizes and all(map(has_entry_for_each, outputs, sizes))):
         return type(first)(entry for output in outputs for entry in output)
-    parts = [parts_of(output) for output in outputs]
+    parts = [container_entries(output) for output in outputs]
     if parts[0] is None:
         return first
     merged = [merge_outputs(same, weights, sizes) for same in zip(*parts, strict=True)]
@@ -121,7 +121,7 @@ def sample_counts(outputs: Any) -> frozenset[int] | None:
         return frozenset(outputs.shape[:1])
     if is_column(outputs):
         return frozenset([len(outputs)])
-    parts = parts_of(outputs)
+    parts = container_entries(outputs)
     if parts is None:
         return frozenset()
     counts = [count for count in map(sample_counts, parts) if count is not None]

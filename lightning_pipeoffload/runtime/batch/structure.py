@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipeoffload.runtime.batch.tree import (
+    container_entries,
     field_names,
     is_column,
     is_list,
-    parts_of,
     places_in,
     rebuild,
     tensors_of_object,
@@ -60,7 +60,7 @@ class Collation:
     by_torch: bool = False
     sizes: set[int] = field(default_factory=set)
 
-    def decide(self, entries: int, rows: int) -> int | None:
+    def choose_num_samples(self, entries: int, rows: int) -> int | None:
         """Return whether a batch has ``entries`` or ``rows`` samples; None: either is possible.
 
         Args:
@@ -152,7 +152,10 @@ class BatchStructure:
                 rows = counter.count()
             except ValueError:  # it has no columns, so it is a list of samples
                 rows = 0
-            if not rows or self._collation.decide(len(batch), rows) == len(batch) != rows:
+            if (
+                not rows
+                or self._collation.choose_num_samples(len(batch), rows) == len(batch) != rows
+            ):
                 self.lists["batch"] = True
                 return self._look_at(batch)
         return counter
@@ -208,7 +211,9 @@ class _SampleCounter:
                 self._unclear[place] = tree
                 return
         if not is_column(tree):
-            for part, inner in zip(parts_of(tree) or (), places_in(tree, place), strict=True):
+            for part, inner in zip(
+                container_entries(tree) or (), places_in(tree, place), strict=True
+            ):
                 self._scan(part, inner)
 
     def count(self) -> int:
@@ -243,13 +248,13 @@ class _SampleCounter:
             return lengths.pop() if len(lengths) == 1 else None
         are_uniform = all(map(_is_uniform, others.values()))
         entries = {len(value) for value in others.values()} if are_uniform else set()
-        by_list = [*map(_rows_in, others.values())]
+        by_list = [*map(_column_lengths, others.values())]
         rows = set[int]().union(*by_list) if all(by_list) else set()
         rows = rows - {1} or rows
         lengths = {len(value) for value in columns}
         counts = [n for n in (entries, rows) if len(n) == 1]
         if len(counts) == 2 and entries != rows:
-            likely = {self.collation.decide(next(iter(entries)), next(iter(rows)))}
+            likely = {self.collation.choose_num_samples(next(iter(entries)), next(iter(rows)))}
             counts = [n for n in counts if n == likely] or [n for n in counts if n <= lengths]
         self.is_by_entries = counts == [entries]
         if len(counts) == 1 or (counts and entries == rows):
@@ -258,7 +263,7 @@ class _SampleCounter:
         raise ValueError(
             f"{place} has {len(value)} entries with {' or '.join(map(str, sorted(rows)))} rows, "
             f"and there is no telling whether the batch has as many samples as entries or as rows; "
-            f"{_stacked(value)}"
+            f"{_stacking_advice(value)}"
         )
 
 
@@ -278,7 +283,7 @@ class _Split:
         if is_list(tree) and self._has_entries(tree, place):
             self.are_alike &= not _has_containers(tree)
             return self._cut(tree)
-        parts = None if is_column(tree) else parts_of(tree)
+        parts = None if is_column(tree) else container_entries(tree)
         if parts is None:
             _refuse_object(tree, place)
             return self._repeated(tree)
@@ -319,13 +324,13 @@ class _Split:
             return self._decide_on_column(value, place)
         if not _is_uniform(value):
             return False
-        if not self._counter.is_by_entries and _rows_in(value) == {self._total}:
+        if not self._counter.is_by_entries and _column_lengths(value) == {self._total}:
             if self._counter.collation.by_torch or _have_unlike_dtypes(value):
                 return False
             raise ValueError(
                 f"{place} has {len(value)} entries of as many rows, as the batch has samples: "
                 f"there is no telling whether it has an entry for each sample or columns; "
-                f"{_stacked(value)}"
+                f"{_stacking_advice(value)}"
             )
         return True
 
@@ -344,7 +349,7 @@ class _Split:
 def has_entry_for_each(value: Any, num_samples: int) -> bool:
     """Whether a list that a step returns has an entry for each sample, and not columns."""
     is_as_long = is_list(value) and len(value) == num_samples
-    return is_as_long and _is_uniform(value) and _rows_in(value) != {num_samples}
+    return is_as_long and _is_uniform(value) and _column_lengths(value) != {num_samples}
 
 
 def refuse_unclear_list(batch: Any, loader_size: int | None) -> None:
@@ -361,7 +366,9 @@ def refuse_unclear_list(batch: Any, loader_size: int | None) -> None:
         rows = _SampleCounter({"batch": False}, batch, Collation()).count()
     except ValueError:
         return
-    if loader_size is not None and Collation(sizes={loader_size}).decide(len(batch), rows):
+    if loader_size is not None and Collation(sizes={loader_size}).choose_num_samples(
+        len(batch), rows
+    ):
         return
     raise ValueError(
         f"collate_fn returns a list of {len(batch)} entries of like shapes, which may be samples "
@@ -369,7 +376,7 @@ def refuse_unclear_list(batch: Any, loader_size: int | None) -> None:
     )
 
 
-def _stacked(value: Any) -> str:
+def _stacking_advice(value: Any) -> str:
     if isinstance(value[0], Tensor):
         return f"let collate_fn stack it, or make it a dict of columns, {_INSTEAD}"
     return f"let collate_fn make it a dict of columns, {_INSTEAD}"
@@ -378,7 +385,8 @@ def _stacked(value: Any) -> str:
 def _has_containers(value: Any) -> bool:
     """Whether a list has tensors, arrays or containers among its entries."""
     return any(
-        isinstance(entry, Tensor | np.ndarray) or parts_of(entry) is not None for entry in value
+        isinstance(entry, Tensor | np.ndarray) or container_entries(entry) is not None
+        for entry in value
     )
 
 
@@ -407,7 +415,7 @@ def _kind_of(entry: Any) -> Any:
     return "mapping" if isinstance(entry, Mapping) else type(entry)
 
 
-def _rows_in(value: Any) -> set[int]:
+def _column_lengths(value: Any) -> set[int]:
     """Return the numbers of rows of the columns that a list's entries may be.
 
     Entries with single values are of samples: then there are none.
@@ -422,7 +430,7 @@ def _rows_in(value: Any) -> set[int]:
             has_values |= not tree.ndim
         elif is_column(tree):
             rows.add(len(tree))
-        elif (parts := parts_of(tree)) is not None:
+        elif (parts := container_entries(tree)) is not None:
             for part in parts:
                 collect_rows(part)
         else:

@@ -25,7 +25,7 @@ def batch_leaves(tree: Any, keeps_columns: bool = False) -> list[Any]:
     while left:
         part = left.pop()
         is_leaf = isinstance(part, Tensor) or (keeps_columns and is_column(part))
-        parts = None if is_leaf else parts_of(part)
+        parts = None if is_leaf else container_entries(part)
         if parts is None:
             leaves.append(part)
         else:
@@ -40,7 +40,7 @@ def map_batch(leaf: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, Tensor) or is_column(tree):
         return leaf(tree)
-    parts = parts_of(tree)
+    parts = container_entries(tree)
     if parts is None:
         return leaf(tree)
     return rebuild(tree, [map_batch(leaf, part) for part in parts])
@@ -57,11 +57,11 @@ def is_column(value: Any) -> bool:
         has_text = bool(value) and isinstance(value[0], _TEXT)
         return has_text and all(isinstance(entry, _TEXT) for entry in value)
     return isinstance(value, list) and not any(
-        isinstance(entry, Tensor) or parts_of(entry) is not None for entry in value
+        isinstance(entry, Tensor) or container_entries(entry) is not None for entry in value
     )
 
 
-def parts_of(tree: Any) -> list[Any] | None:
+def container_entries(tree: Any) -> list[Any] | None:
     """Return the entries of a container; None if it is none."""
     if isinstance(tree, Mapping):
         return list(tree.values())

@@ -1,19 +1,26 @@
 """Communication between ranks: the mesh of processes, messages, sums over replicas."""
 
-from .batch_channel import BatchChannel, Received
+from .batch_channel import BatchChannel, ReceivedValue
 from .groups import PipelineGroup
 from .host_group import HostGroup
-from .mesh import MESH_DIMENSIONS, GroupLayout, ProcessGroups, RankMesh, cells_of, forget_meshes
-from .replicas import (
-    Bundle,
-    PendingParameters,
-    Replicas,
-    SavedBuffers,
-    WaitingMode,
-    in_buckets,
-    share_out,
+from .mesh import (
+    MESH_DIMENSIONS,
+    GroupLayout,
+    ProcessGroups,
+    RankMesh,
+    assign_global_ranks,
+    clear_dtensor_caches,
 )
-from .shared_bytes import OwnerLocks, share_bytes
+from .replicas import (
+    FlatBucket,
+    PendingParameters,
+    PendingParametersMode,
+    PersistentBuffers,
+    Replicas,
+    assign_owners,
+    in_buckets,
+)
+from .shared_bytes import OwnerLocks, allocate_shared_memory
 from .sums_to_owners import SumsToOwners
 from .transport import (
     MOST_MICROBATCHES,
@@ -26,6 +33,6 @@ from .transport import (
     Transport,
     as_bytes,
     goes_through_host,
+    is_lost_peer_error,
     reporting_lost_peers,
-    says_peer_lost,
 )

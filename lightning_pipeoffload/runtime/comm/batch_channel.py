@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch import Contents, Packet
+from lightning_pipeoffload.runtime.batch import Packet, ReceivedPacket
 from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file
-from lightning_pipeoffload.runtime.comm.transport import PeersThread, reporting_lost_peers
+from lightning_pipeoffload.runtime.comm.transport import CommunicationThread, reporting_lost_peers
 
 _FRAME, _REST, _VALUE, _DONE = range(4)  # gloo's tags
 _FRAME_BYTES = 4096
@@ -72,13 +72,13 @@ class BatchChannel:
         is_mapping = self._find_mapping()
         self._maps_slots = is_mapping[dist.get_rank(self._group)]
         others = [rank for rank in range(len(members)) if rank != self._source]
-        slots = [_Slot(number, self._group, others, is_mapping) for number in range(2)]
+        slots = [_SendSlot(number, self._group, others, is_mapping) for number in range(2)]
         self._slots = itertools.cycle(slots)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._mappings: list[tuple[Any, Tensor]] = [(None, self._buffer)] * 2
         self._done: Any = None
         doing = "sending" if mesh.is_reader else "receiving"
-        self._thread = PeersThread(f"while {doing} a batch", mesh.fail)
+        self._thread = CommunicationThread(f"while {doing} a batch", mesh.fail)
         self._last: Future[None] | None = None  # of what the thread has to do
 
     def _find_mapping(self) -> list[bool]:
@@ -86,7 +86,7 @@ class BatchChannel:
         group, token = HostGroup(self._group), secrets.token_bytes(_TOKEN_BYTES)
         with MemoryFile() as file:
             if self.is_reader and not file.reserve(_TOKEN_BYTES):
-                map_file(file.path, _TOKEN_BYTES).copy_(_tensor_of(token))
+                map_file(file.path, _TOKEN_BYTES).copy_(_bytes_to_tensor(token))
             path, token = group.gather((file.path, token))[self._source]
             return group.gather(not self.is_reader and read_memory_file(path) == token)
 
@@ -114,7 +114,7 @@ class BatchChannel:
             self._last.result()
         return self._last.result
 
-    def receive(self) -> tuple[Any, list[Received]]:
+    def receive(self) -> tuple[Any, list[ReceivedValue]]:
         """Wait for the next header; return it, with the values that belong to it."""
         self._waits_since = time.monotonic()
         try:
@@ -130,17 +130,19 @@ class BatchChannel:
         contents, works = [], []
         for structure, data in described:
             is_large = isinstance(data, int)
-            part = next(parts) if is_large else _tensor_of(data)
-            contents.append(Contents(structure, part))
+            part = next(parts) if is_large else _bytes_to_tensor(data)
+            contents.append(ReceivedPacket(structure, part))
             if is_large and not in_slot:
                 works.append(self._group.recv([part], self._source, _VALUE))
         if sizes:
             self._last = self._thread.submit(self._copy, contents, works, in_slot)
         else:
             self._copy(contents, works, in_slot)
-        return header, [Received(each, self._last, self._device) for each in contents]
+        return header, [ReceivedValue(each, self._last, self._device) for each in contents]
 
-    def _copy(self, contents: Sequence[Contents], works: Sequence[Any], in_slot: bool) -> None:
+    def _copy(
+        self, contents: Sequence[ReceivedPacket], works: Sequence[Any], in_slot: bool
+    ) -> None:
         with reporting_lost_peers(_LOST):
             for work in works:
                 work.wait()
@@ -182,7 +184,7 @@ class BatchChannel:
         return 0.0 if since is None else time.monotonic() - since
 
 
-class _Slot:
+class _SendSlot:
     """What one message is sent from; the next but one is sent from it again.
 
     Large values are in memory that other processes map, or are messages of their own.
@@ -231,22 +233,22 @@ class _Slot:
                 packet.write(part)
         frame, room = torch.empty(_FRAME_BYTES, dtype=torch.uint8), _FRAME_BYTES - _LENGTH_BYTES
         head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:room]
-        frame[: len(head)] = _tensor_of(head)
-        self._post(frame, _FRAME, self._others)
+        frame[: len(head)] = _bytes_to_tensor(head)
+        self._start_sends(frame, _FRAME, self._others)
         if len(message) > room:
-            self._post(_tensor_of(message[room:]), _REST, self._others)
+            self._start_sends(_bytes_to_tensor(message[room:]), _REST, self._others)
         mapping = self._mapping if self.place is not None else []
         for part in parts:
-            self._post(part, _VALUE, [rank for rank in self._others if rank not in mapping])
+            self._start_sends(part, _VALUE, [rank for rank in self._others if rank not in mapping])
         for rank in mapping if parts else ():
             answer = torch.empty(1, dtype=torch.uint8)
             self._works.append((self._group.recv([answer], rank, _DONE), answer))
 
-    def _post(self, tensor: Tensor, tag: int, ranks: Sequence[int]) -> None:
+    def _start_sends(self, tensor: Tensor, tag: int, ranks: Sequence[int]) -> None:
         self._works += [(self._group.send([tensor], rank, tag), tensor) for rank in ranks]
 
 
-class Received:
+class ReceivedValue:
     """A value that is on its way from the reader.
 
     Args:
@@ -255,7 +257,9 @@ class Received:
         device: The accelerator of this process.
     """
 
-    def __init__(self, contents: Contents, job: Future[None] | None, device: torch.device) -> None:
+    def __init__(
+        self, contents: ReceivedPacket, job: Future[None] | None, device: torch.device
+    ) -> None:
         self._contents, self._job, self._device = contents, job, device
 
     def get(self) -> Any:
@@ -274,7 +278,7 @@ def _described(packet: Packet) -> tuple[bytes, int | bytes]:
     return packet.structure, data.numpy().tobytes()
 
 
-def _tensor_of(data: bytes) -> Tensor:
+def _bytes_to_tensor(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -16,15 +16,15 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
-from lightning_pipeoffload.runtime.comm.replicas import Replicas, copy_values
+from lightning_pipeoffload.runtime.comm.replicas import Replicas, broadcast_values
 from lightning_pipeoffload.runtime.comm.transport import (
     ProcessGroupTransport,
     broadcast_bytes,
     reporting_lost_peers,
     wait_for,
 )
-from lightning_pipeoffload.runtime.device import Device, Devices, unrecorded
-from lightning_pipeoffload.runtime.shapes import with_state
+from lightning_pipeoffload.runtime.device import Device, Devices, unprofiled
+from lightning_pipeoffload.runtime.shapes import map_with_quant_state
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -78,18 +78,18 @@ class PipelineGroup(RankMesh, HostGroup):
         self.replicas.connect()
         self.host_group, self.side_group = self.world.host_group, self.world.side_group
         if self.num_pipelines > 1:
-            self.host_group = self.make_group("host", backend="gloo")
-            self.side_group = self.make_group("side", backend="gloo")
+            self.host_group = self.make_pipeline_group("host", backend="gloo")
+            self.side_group = self.make_pipeline_group("side", backend="gloo")
         self.batches = BatchChannel(self)
         self._ranks_group = self.device_group()
         if self.num_tensor_ranks > 1:
             self.device_mesh = self.make_device_mesh()
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         """Create all groups again, on all ranks, where :attr:`is_connected` is False."""
         self.join_groups()
         self._connect()
-        self.connect_sharing(self._sharing)
+        self.make_sharing_groups(self._sharing)
         self.transport.connect()
 
     def assign_stages(self, schedule: Schedule) -> None:
@@ -130,7 +130,9 @@ class PipelineGroup(RankMesh, HostGroup):
         has its ``quant_state``. ``ranks`` are those of the pipeline by default.
         """
         group = (ranks or self).host_group
-        return with_state(tensor, lambda part: broadcast_bytes(part, source, group, "cpu"))
+        return map_with_quant_state(
+            tensor, lambda part: broadcast_bytes(part, source, group, "cpu")
+        )
 
     def copy_to_devices(self, tensor: Tensor, rank: int | None) -> Tensor:
         """Return, on this rank's device, a copy of the tensor of ``rank``; None: of the root.
@@ -148,34 +150,34 @@ class PipelineGroup(RankMesh, HostGroup):
             is_there = source == self.global_rank and part.device == self.device
             return part if is_there else copied
 
-        return with_state(tensor, copy)
+        return map_with_quant_state(tensor, copy)
 
-    def ranks_of(self, num_replicas: int) -> list[int]:
+    def ranks_of_first_replicas(self, num_replicas: int) -> list[int]:
         """Return the global ranks of the first replicas, tensor rank by tensor rank."""
         return [rank for table in self._tables for row in table[:num_replicas] for rank in row]
 
     # Tensors that several ranks have
 
-    def connect_sharing(self, sharing: Iterable[tuple[int, ...]]) -> None:
+    def make_sharing_groups(self, sharing: Iterable[tuple[int, ...]]) -> None:
         """Make a group for each tuple of ranks with the same tensors; all processes call it."""
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
 
-    def copy_among(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+    def broadcast_among(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of the first of ``ranks`` to the others; these ranks call it."""
         source = self.global_ranks[ranks[0]]
-        copy_values(tensors, source, self.global_rank == source, self._sharing[ranks])
+        broadcast_values(tensors, source, self.global_rank == source, self._sharing[ranks])
 
-    def copy_from_root(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_from_root(self, tensors: Sequence[Tensor]) -> None:
         """Copy the root's tensors to all ranks, which call it."""
-        copy_values(tensors, self.root, self.is_root, self._ranks_group)
+        broadcast_values(tensors, self.root, self.is_root, self._ranks_group)
 
-    def copy_to_tensor_ranks(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_to_tensor_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Copy the first tensor rank's tensors to those that share this one's layers."""
         first = self.global_rank - self.tensor_rank
         with reporting_lost_peers("lost a rank that shares its layers while weights were sent"):
-            copy_values(tensors, first, self.global_rank == first, self.tensor_group())
+            broadcast_values(tensors, first, self.global_rank == first, self.tensor_group())
 
-    def reduce_among(
+    def all_reduce_among(
         self, ranks: tuple[int, ...], tensor: Tensor, operation: Any = dist.ReduceOp.SUM
     ) -> None:
         """All-reduce a tensor in place over ``ranks``, which call it."""
@@ -189,19 +191,19 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_tensor_ranks > 1:
             dist.all_reduce(numbers, operation, self.tensor_group())
 
-    def connect_boundary(self, over_replicas: bool) -> None:
-        """Make the group for :meth:`start_adding`; all processes call it."""
+    def make_boundary_group(self, over_replicas: bool) -> None:
+        """Make the group for :meth:`start_host_sum`; all processes call it."""
         if over_replicas:
             self._boundary_group = self.make_world_group("boundary of all", backend="gloo")
         else:
-            self._boundary_group = self.make_group("boundary", backend="gloo")
+            self._boundary_group = self.make_pipeline_group("boundary", backend="gloo")
 
-    def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
+    def start_host_sum(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Start to sum float64 numbers over all ranks, on their hosts and in place.
 
         Returns:
             A function that waits for the sums.
         """
-        with unrecorded():
+        with unprofiled():
             work = self._boundary_group.allreduce([numbers])
         return partial(wait_for, work, "lost a rank while computing the gradient's norm", numbers)

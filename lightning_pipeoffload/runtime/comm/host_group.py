@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.transport import reporting_lost_peers, wait_for
-from lightning_pipeoffload.runtime.device import unrecorded
+from lightning_pipeoffload.runtime.device import unprofiled
 
 NO_LIMIT = timedelta(days=7)
 _FEW_BYTES = 4096  # that are sent with their number
@@ -49,7 +49,7 @@ class HostGroup:
             dist.broadcast_object_list(objects, src, group=self.host_group)
         return objects[0]
 
-    def send_bytes(self, data: bytes, src: int) -> bytes:
+    def broadcast_message(self, data: bytes, src: int) -> bytes:
         """Return the bytes of global rank ``src``, in one broadcast if they are few."""
         with reporting_lost_peers("lost a rank in a broadcast"):
             buffer = torch.zeros(_FEW_BYTES, dtype=torch.uint8)
@@ -101,11 +101,11 @@ class HostGroup:
             work.wait(*([] if patience is None else [patience]))
         return bool(votes)
 
-    def start_sharing(self, number: int, src: int) -> Callable[[], Tensor]:
+    def start_number_broadcast(self, number: int, src: int) -> Callable[[], Tensor]:
         """Start a broadcast from global rank ``src``; return a function that waits for it."""
         message = torch.tensor([int(number)])
         # The group's own method: that of torch.distributed takes twice as long.
-        with unrecorded():
+        with unprofiled():
             work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
         return partial(wait_for, work, "lost a rank while deciding together", message)
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 
-from lightning_pipeoffload.schedule import Schedule, places_of
+from lightning_pipeoffload.schedule import Schedule, device_indices
 
 _CPU = torch.device("cpu")
 
@@ -63,16 +63,16 @@ class ProcessGroups:
         self._groups: dict[tuple[str, tuple[int, ...], str], Any] = {}
 
     @classmethod
-    def of(cls, layout: GroupLayout) -> ProcessGroups:
+    def for_layout(cls, layout: GroupLayout) -> ProcessGroups:
         """Return the groups of a layout; end those of any other layout."""
         groups = cls._current
         if groups is None or groups._layout != layout or not groups._exist():
-            cls.end()
+            cls.retire_current()
             groups = cls._current = cls(layout)
         return groups
 
     @classmethod
-    def end(cls, has_failed: bool = False) -> None:
+    def retire_current(cls, has_failed: bool = False) -> None:
         """Share the current groups with no later run; :meth:`abort_ended` aborts them.
 
         Args:
@@ -101,12 +101,12 @@ class ProcessGroups:
                 distributed_c10d._abort_process_group(group)
 
     @classmethod
-    def leave_to_parent(cls) -> None:
+    def abandon_inherited(cls) -> None:
         """Leave the groups that a forked process has inherited as they are.
 
         To abort or free such a group would wait for its threads, which only the parent has.
         """
-        cls.end()
+        cls.retire_current()
         cls._pending += cls._ended
         cls._ended.clear()
 
@@ -220,7 +220,7 @@ class RankMesh:
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
-        self._cells = cells_of(schedule.placement, num_replicas, rank_order)
+        self._cells = assign_global_ranks(schedule.placement, num_replicas, rank_order)
         self._table = self._table_of_tensor_rank(self.tensor_rank)
         self.num_replicas = len(self._table)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
@@ -253,7 +253,7 @@ class RankMesh:
             self.device,
             self.timeout,
         )
-        self.groups = ProcessGroups.of(layout)
+        self.groups = ProcessGroups.for_layout(layout)
 
     @property
     def is_connected(self) -> bool:
@@ -280,7 +280,7 @@ class RankMesh:
     @property
     def device_place(self) -> int:
         """The place of this process's device among those of its pipeline."""
-        return places_of(self.stage_ranks)[self.rank]
+        return device_indices(self.stage_ranks)[self.rank]
 
     def replica_of(self, global_rank: int) -> int:
         cell = global_rank // self.num_tensor_ranks
@@ -337,14 +337,16 @@ class RankMesh:
         return self._replicas[self.replica]
 
     @property
-    def reports(self) -> bool:
+    def is_global_zero(self) -> bool:
         """Whether this process reports on the whole run: replica 0's root."""
         return self.global_rank == 0
 
     # Groups: all processes make them, in the same order, also those that they are not in. Of each
     # ``use`` and members there is one, which a later trainer of this layout uses too.
 
-    def make_group(self, use: str, ranks: Iterable[int] | None = None, **options: Any) -> Any:
+    def make_pipeline_group(
+        self, use: str, ranks: Iterable[int] | None = None, **options: Any
+    ) -> Any:
         """Return a process group in each pipeline, of ``ranks`` of it; None: of all.
 
         Args:
@@ -391,11 +393,11 @@ class RankMesh:
 
     def tensor_group(self) -> Any:
         """Return the device group of the processes that share this one's layers."""
-        return self._make_groups("tensor", self._stages, {}, connects=True)
+        return self._make_groups("tensor", self._tensor_rank_groups, {}, connects=True)
 
     def make_device_mesh(self) -> DeviceMesh:
         """Make the mesh of all processes with its groups, for ``configure_model``."""
-        forget_meshes()
+        clear_dtensor_caches()
         alone = [(rank,) for row in self.pipelines for rank in row]
         groups = [
             self._make_groups("mesh", self._columns, {}),
@@ -404,7 +406,7 @@ class RankMesh:
             self.tensor_group(),
         ]
         shape = self.num_replicas, self.num_ranks, 1, self.num_tensor_ranks
-        ranks = torch.tensor(self._stages).view(shape)
+        ranks = torch.tensor(self._tensor_rank_groups).view(shape)
         return DeviceMesh.from_group(
             groups, self.device.type, ranks, mesh_dim_names=MESH_DIMENSIONS
         )
@@ -419,7 +421,7 @@ class RankMesh:
         return [row for table in self._tables for row in table]
 
     @property
-    def _stages(self) -> list[tuple[int, ...]]:
+    def _tensor_rank_groups(self) -> list[tuple[int, ...]]:
         """The tensor ranks of each rank of each replica."""
         size = self.num_tensor_ranks
         return [tuple(range(cell * size, (cell + 1) * size)) for row in self._cells for cell in row]
@@ -452,7 +454,7 @@ class RankMesh:
         return group_of_rank
 
 
-def forget_meshes() -> None:
+def clear_dtensor_caches() -> None:
     """Clear torch's DTensor caches, which may hold equal meshes of ended runs."""
     # Private: DTensors are placed by the first of all meshes that are equal, whose groups may have
     # ended with an earlier run.
@@ -460,7 +462,9 @@ def forget_meshes() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> list[list[int]]:
+def assign_global_ranks(
+    placement: Sequence[int], num_replicas: int, rank_order: str
+) -> list[list[int]]:
     """Return the global rank of each pipeline rank of each replica.
 
     A pipeline's lowest global rank has the last stage, as Lightning's loggers, progress bar and
@@ -475,7 +479,7 @@ def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> li
         Global ranks, by replica and pipeline rank. With T tensor ranks, n stands for the group of
         global ranks nT to nT + T - 1.
     """
-    positions = places_of(placement)
+    positions = device_indices(placement)
     num_ranks = len(positions)
     if rank_order == "data_inner":
         return [[place * num_replicas + n for place in positions] for n in range(num_replicas)]

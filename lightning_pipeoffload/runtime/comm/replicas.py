@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.sums_to_owners import SUMMING, SumsToOwners
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers, wait_for
 from lightning_pipeoffload.runtime.cut import SplitModule
-from lightning_pipeoffload.runtime.device import unrecorded
+from lightning_pipeoffload.runtime.device import unprofiled
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _NO_MEMORY = 0
@@ -43,7 +43,7 @@ class PendingParameters:
     """The broadcasts of parameters that this rank has started and not yet waited for.
 
     Args:
-        may_wait: See :meth:`allow_waiting`.
+        may_wait: See :meth:`allow_deferral`.
     """
 
     def __init__(self, may_wait: bool = False) -> None:
@@ -67,11 +67,11 @@ class PendingParameters:
         if not self._may_wait:
             self.wait()
 
-    def allow_waiting(self, may_wait: bool) -> None:
+    def allow_deferral(self, may_wait: bool) -> None:
         """Set whether functions passed to :meth:`add` may be deferred.
 
-        They may where nothing between steps reads parameters, or a :class:`WaitingMode` detects
-        it.
+        They may where nothing between steps reads parameters, or where a
+        :class:`PendingParametersMode` detects it.
         """
         self._may_wait = may_wait
 
@@ -92,7 +92,7 @@ class PendingParameters:
         return any(_address_of(tensor) in self._memory for tensor in tensors_in(values))
 
 
-class WaitingMode(TorchFunctionMode):
+class PendingParametersMode(TorchFunctionMode):
     """Waits for pending parameters before a torch function gets one of them as an argument.
 
     It may start and stop inside the user's contexts, which may be modes too, so it is inserted
@@ -182,7 +182,7 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start to sum a tensor over the replicas, in place."""
-        with unrecorded():
+        with unprofiled():
             work = dist.all_reduce(tensor, group=self._sums, async_op=True)
         return partial(wait_for, work, SUMMING)
 
@@ -190,18 +190,18 @@ class Replicas:
         """Return an object that sums each gradient of a step on one replica."""
         return SumsToOwners(self._sums, self.replica, self.counterparts)
 
-    def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], None]:
         """Start to copy a contiguous tensor of replica ``source`` to all of them, in place."""
         data = as_bytes(tensor)
         target = self.counterparts[source]
-        with unrecorded():
+        with unprofiled():
             work = dist.broadcast(data, target, group=self._copies, async_op=True)
         return partial(wait_for, work, "lost a replica while weights were sent")
 
-    def start_union(self, flags: Tensor) -> Callable[[], None]:
+    def start_logical_or(self, flags: Tensor) -> Callable[[], None]:
         """Start to compute the logical or of ``flags`` over the replicas, in place on the host."""
         group, operation = self.host.host_group, dist.ReduceOp.MAX
-        with unrecorded():
+        with unprofiled():
             work = dist.all_reduce(flags, operation, group=group, async_op=True)
         return partial(wait_for, work, SUMMING)
 
@@ -209,7 +209,7 @@ class Replicas:
         """Return the objects of all replicas, in their order."""
         return [obj] if self.num == 1 else self.host.gather(obj)
 
-    def first(self, obj: _Value) -> _Value:
+    def broadcast_object(self, obj: _Value) -> _Value:
         """Return the object of replica 0."""
         if self.num == 1:
             return obj
@@ -226,11 +226,11 @@ class Replicas:
         tensor = tensor if differentiable else tensor.detach()
         if self.is_local_only(tensor):
             return torch.stack([tensor] * self.num)
-        gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.replica)
+        gathered: Tensor = _AllGather.apply(tensor, self.group, self.replica)
         return gathered
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def local_only(self) -> Iterator[None]:
         """Send nothing within the context, a trace that other replicas possibly do not run."""
         self._is_tracing = True
         try:
@@ -242,18 +242,18 @@ class Replicas:
         """Whether other replicas possibly do not run the code that passes this tensor."""
         return isinstance(tensor, ShapeOnly) or self._is_tracing
 
-    def copy_first(self, tensors: Iterable[Tensor], what: str) -> None:
+    def broadcast_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Copy tensors of any dtypes from replica 0 to all, small ones in one message.
 
         ``what`` names them in an error.
         """
         if self.num > 1:
             with reporting_lost_peers(f"lost a replica while {what} were sent"):
-                copy_values(tensors, self.counterparts[0], not self.replica, self.group)
+                broadcast_values(tensors, self.counterparts[0], not self.replica, self.group)
 
 
 @torch.no_grad()
-def copy_values(tensors: Iterable[Tensor], source: int, is_source: bool, group: Any) -> None:
+def broadcast_values(tensors: Iterable[Tensor], source: int, is_source: bool, group: Any) -> None:
     """Copy the values of tensors of any dtypes from a global rank to a group, in place.
 
     Small ones go in one message. All processes of the group call it, with tensors of the same
@@ -263,7 +263,7 @@ def copy_values(tensors: Iterable[Tensor], source: int, is_source: bool, group: 
     dense = [value.contiguous() for value in values]
     parts = dict(enumerate(map(as_bytes, dense)))
     for numbers in in_buckets(parts):
-        bundle = Bundle([parts[number] for number in numbers])
+        bundle = FlatBucket([parts[number] for number in numbers])
         dist.broadcast(bundle.flat, source, group=group)
         if not is_source:
             bundle.unpack()
@@ -272,7 +272,7 @@ def copy_values(tensors: Iterable[Tensor], source: int, is_source: bool, group: 
             value.copy_(received)
 
 
-class _GatheredTensor(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """All-gather with gradients; torch's own function confuses group ranks with global ranks."""
 
     @staticmethod
@@ -292,7 +292,7 @@ class _GatheredTensor(torch.autograd.Function):
         return total[ctx.replica], None, None
 
 
-class Bundle:
+class FlatBucket:
     """Tensors of one dtype, copied into ``flat``; a single contiguous tensor is not copied."""
 
     @torch.no_grad()
@@ -331,7 +331,7 @@ def in_buckets(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
         yield bucket
 
 
-def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+def assign_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
     """Assign each size to the owner with the smallest load, the largest size first.
 
     Args:
@@ -348,7 +348,7 @@ def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
-class SavedBuffers:
+class PersistentBuffers:
     """Copies one rank's persistent buffers from replica 0, as DistributedDataParallel does.
 
     The running statistics of a BatchNorm, for example, depend on the data that a replica has read.
@@ -366,7 +366,7 @@ class SavedBuffers:
             and tensors.is_local(slot.name)
         ]
 
-    def copy_first(self) -> None:
+    def broadcast_from_first(self) -> None:
         """Copy the buffers from replica 0; all replicas call it after a step."""
         if self._slots:
-            self._replicas.copy_first([slot.tensor for slot in self._slots], "buffers")
+            self._replicas.broadcast_from_first([slot.tensor for slot in self._slots], "buffers")

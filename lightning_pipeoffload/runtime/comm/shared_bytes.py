@@ -23,7 +23,9 @@ from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.memory import machine_memory
 
 
-def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) -> list[Tensor]:
+def allocate_shared_memory(
+    size: int, device: torch.device, rank: int, group: HostGroup
+) -> list[Tensor]:
     """Allocate shared memory on each rank; all ranks call it with the same size.
 
     Args:
@@ -52,12 +54,12 @@ def _share_device_bytes(
     # A separate offer for each peer: torch counts references, and an offer can be opened once.
     offers = group.gather({peer: reduce_tensor(memory) for peer in others})
     return [
-        memory if peer == rank else _opened(offer[rank], device, peer)
+        memory if peer == rank else _map_peer_memory(offer[rank], device, peer)
         for peer, offer in enumerate(offers)
     ]
 
 
-def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
+def _map_peer_memory(reduction: Any, device: torch.device, peer: int) -> Tensor:
     """Map another rank's memory as a tensor of this rank's device.
 
     A tensor of the other device would need a context there for each rank, and could not be added to
@@ -168,7 +170,7 @@ class OwnerLocks:
         os.close(self._file)
 
     @contextmanager
-    def held(self, owner: int, index: int) -> Iterator[None]:
+    def hold_lock(self, owner: int, index: int) -> Iterator[None]:
         """Hold the lock of one rank's part of one group."""
         place = owner * self._num_groups + index
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, place)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, wait_for
-from lightning_pipeoffload.runtime.device import unrecorded
+from lightning_pipeoffload.runtime.device import unprofiled
 
 SUMMING = "lost a replica while summing gradients"
 _PIECE_BYTES = 16 << 20
@@ -59,7 +59,7 @@ class SumsToOwners:
         """
         if not self._adds_parts:
             return self._reduce(flat, lengths)
-        pieces = [_Piece(*piece, self._replica) for piece in _cut(flat, lengths)]
+        pieces = [_Piece(*piece, self._replica) for piece in _split_into_pieces(flat, lengths)]
         self._queue.extend(pieces)
         self._advance()
 
@@ -71,7 +71,7 @@ class SumsToOwners:
 
     def _reduce(self, flat: Tensor, lengths: Sequence[int]) -> Callable[[], None]:
         parts = zip(self._counterparts, flat.split([*lengths]), strict=True)
-        with unrecorded():
+        with unprofiled():
             works = [
                 dist.reduce(part, owner, group=self._group, async_op=True)
                 for owner, part in parts
@@ -91,7 +91,7 @@ class SumsToOwners:
             waits = False
         while self._queue and self._has_room_for(self._queue[0]):
             piece = self._queue.popleft()
-            with unrecorded():
+            with unprofiled():
                 piece.send(self._group)
             self._sent.append(piece)
 
@@ -138,7 +138,7 @@ class _Piece:
         del self._received, self._work
 
 
-def _cut(flat: Tensor, lengths: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
+def _split_into_pieces(flat: Tensor, lengths: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
     """Cut a tensor of one owner into pieces; tensors of several owners are small."""
     size = _PIECE_BYTES // flat.itemsize
     if max(lengths) < len(flat) or len(flat) <= size:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import TensorSpec, dense_stride, late_values
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.device import mark, unrecorded
+from lightning_pipeoffload.runtime.device import profiler_range, unprofiled
 from lightning_pipeoffload.schedule import SENDS, Action, Kind, recv_of
 
 # A gloo tag holds the kind, stage, microbatch and index in the list of one tensor.
@@ -74,11 +74,11 @@ def wait_for(work: Any, what: str, result: Any = None) -> Any:
 
 
 def _raise_if_peer_lost(error: RuntimeError, what: str) -> None:
-    if says_peer_lost(error):
+    if is_lost_peer_error(error):
         raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
-def says_peer_lost(error: BaseException) -> bool:
+def is_lost_peer_error(error: BaseException) -> bool:
     """Return whether an error only reports a lost rank."""
     if isinstance(error, (PeerLostError, dist.DistError)):
         return True
@@ -86,7 +86,7 @@ def says_peer_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo/" in str(error)
 
 
-class PeersThread(ThreadPoolExecutor):
+class CommunicationThread(ThreadPoolExecutor):
     """A thread whose work other ranks wait for, so that an error in it ends the run at once.
 
     The main thread would raise it where it reads the result. Until then it may wait for a message
@@ -109,7 +109,7 @@ class PeersThread(ThreadPoolExecutor):
     def _end_run_on_error(self, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
         # A lost peer has an end of its own, and the main thread loses it too.
-        if error is not None and self._fail is not None and not says_peer_lost(error):
+        if error is not None and self._fail is not None and not is_lost_peer_error(error):
             self._fail(error, self._doing)
 
 
@@ -155,7 +155,7 @@ class Transport:
         """Start to send; never waits."""
         raise NotImplementedError
 
-    def release(self, peer: int, left: int) -> None:
+    def drain_sends(self, peer: int, left: int) -> None:
         """Wait for all messages to a peer but the ``left`` newest, and free their tensors."""
 
     def finish_step(self) -> None:
@@ -185,23 +185,23 @@ class ProfiledTransport(Transport):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._unrecorded = nullcontext if transport.has_kernels else unrecorded
+        self._unrecorded = nullcontext if transport.has_kernels else unprofiled
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         with self._unrecorded():
             self._transport.post(receive, peer, specs)
 
     def wait(self, receive: Action) -> list[Tensor]:
-        with mark(f"wait {receive}"):
+        with profiler_range(f"wait {receive}"):
             return self._transport.wait(receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         with self._unrecorded():
             self._transport.send(send, peer, tensors)
 
-    def release(self, peer: int, left: int) -> None:
-        with mark(f"wait SEND to rank {peer}"):
-            self._transport.release(peer, left)
+    def drain_sends(self, peer: int, left: int) -> None:
+        with profiler_range(f"wait SEND to rank {peer}"):
+            self._transport.drain_sends(peer, left)
 
 
 class BufferRing:
@@ -299,7 +299,7 @@ class Link:
     def send(self, tensors: Sequence[Tensor], tag: int) -> Message:
         """Start to send tensors, with consecutive tags from ``tag`` on."""
         message = Message(self)
-        for number, tensor in enumerate(map(_plain, tensors), tag):
+        for number, tensor in enumerate(map(_as_dense, tensors), tag):
             if self.sender is not None:
                 # The thread that reads the copy also keeps it until the message has gone.
                 memory: Any = late_values.start_reading(as_bytes(tensor))
@@ -387,7 +387,7 @@ class Message:
         return tensor
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _as_dense(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory holds its elements and nothing else."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -427,13 +427,13 @@ class ProcessGroupTransport(Transport):
         for edge in sorted(self._edges):  # in the same order on every rank
             source, target = edge
             if source == rank:
-                self._to[target] = self._connected(groups[edge], target, "send")
+                self._to[target] = self._open_link(groups[edge], target, "send")
             if target == rank:
-                self._from[source] = self._connected(groups[edge], source, "recv")
+                self._from[source] = self._open_link(groups[edge], source, "recv")
         self._posted: dict[Action, Message] = {}
         self._sent: dict[int, deque[tuple[Action, Message]]] = {peer: deque() for peer in self._to}
 
-    def _connected(self, group: Any, rank: int, exchange: str) -> Link:
+    def _open_link(self, group: Any, rank: int, exchange: str) -> Link:
         """Make a link and exchange a first message over it.
 
         NCCL connects where the first message is posted, and both ends wait there for each other: a
@@ -451,7 +451,9 @@ class ProcessGroupTransport(Transport):
         # Each edge has a thread of its own, so that none waits for another.
         sender = None
         if is_gloo and _is_staged(self._device):
-            sender = PeersThread(f"while sending to global rank {global_rank}", self._mesh.fail)
+            sender = CommunicationThread(
+                f"while sending to global rank {global_rank}", self._mesh.fail
+            )
         return Link(group, peer, global_rank, self._device, not is_gloo, self._ring, sender)
 
     def _buffers(self) -> BufferRing | None:
@@ -459,7 +461,9 @@ class ProcessGroupTransport(Transport):
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
-            return dict.fromkeys(self._edges, self._mesh.make_group("messages", backend="gloo"))
+            return dict.fromkeys(
+                self._edges, self._mesh.make_pipeline_group("messages", backend="gloo")
+            )
         is_nccl = self._backend == "nccl"
         make_options = partial(nccl_options, self._mesh.timeout) if is_nccl else None
         return {
@@ -483,7 +487,7 @@ class ProcessGroupTransport(Transport):
             sent.popleft()[1].free()
         sent.append((send, link.send(tensors, tag)))
 
-    def release(self, peer: int, left: int) -> None:
+    def drain_sends(self, peer: int, left: int) -> None:
         sent = self._sent[peer]
         while len(sent) > left:
             send, message = sent.popleft()

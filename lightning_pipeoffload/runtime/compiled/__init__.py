@@ -4,9 +4,9 @@ from .block_compiler import (
     BlockCompiler,
     check_compile,
     compiled_call,
+    force_eager,
     is_compiled,
     splitting_regions,
-    uncompiled,
     warn_once,
 )
 from .products import sharing_compiled_casts

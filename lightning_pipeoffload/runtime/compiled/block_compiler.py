@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     compiling_ahead,
     stopping_if_compiling_ahead,
 )
-from lightning_pipeoffload.runtime.users_code import unchanged
+from lightning_pipeoffload.runtime.users_code import restoring_attributes
 from lightning_pipeoffload.runtime.weight_grad import active_queue
 
 log = logging.getLogger(__name__)
@@ -49,15 +49,15 @@ _KINDS: tuple[type[Any], ...] = (torch._TorchCompileWrapper, torch._TorchCompile
 @contextmanager
 def splitting_regions() -> Iterator[None]:
     """Split compiled regions of steps within the context."""
-    _leave_uncompiled()
+    _skip_package_code()
     with ExitStack() as stack:
         for kind in _KINDS:
-            stack.enter_context(replaced(kind, "__call__", _splitting(kind.__call__)))
+            stack.enter_context(replaced(kind, "__call__", _wrap_backend(kind.__call__)))
         yield
 
 
 @cache
-def _leave_uncompiled() -> None:
+def _skip_package_code() -> None:
     """Have no code of this package compiled but that of layers which tensor ranks share."""
     runtime = __name__.rpartition(".compiled.")[0]
     for part in iter_modules([str(Path(__file__).parents[1])], f"{runtime}."):
@@ -65,19 +65,19 @@ def _leave_uncompiled() -> None:
             trace_rules.add(part.name)
 
 
-def _splitting(call: Backend) -> Backend:
+def _wrap_backend(call: Backend) -> Backend:
     def compile_graph(self: Any, module: fx.GraphModule, inputs: Any, **options: Any) -> Region:
         def compile_plainly(module: fx.GraphModule, inputs: Any) -> Region:
             return call(self, module, inputs, **options)
 
         if active_queue() is None or not torch.is_grad_enabled():
             return compile_plainly(module, inputs)
-        return _compile_in_step(compile_plainly, module, inputs)
+        return _compile_split_region(compile_plainly, module, inputs)
 
     return compile_graph
 
 
-def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: Any) -> Region:
+def _compile_split_region(compile_plainly: Backend, module: fx.GraphModule, inputs: Any) -> Region:
     if _has_checkpoint(module):
         warn_once(_CHECKPOINTED)
     graph, error = _try(split_graph, module, inputs)
@@ -88,7 +88,7 @@ def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: A
     whole, second = _try(compile_plainly, module, inputs)
     if second is not None:
         warn_once(UNCOMPILED + _first_line(second))
-        return stopping_if_compiling_ahead(_uncompiled(module))
+        return stopping_if_compiling_ahead(_eager_region(module))
     if error is not None:
         warn_once(_FUSED + _first_line(error))
     assert whole is not None
@@ -100,7 +100,7 @@ def _has_checkpoint(module: fx.GraphModule) -> bool:
     return "tag_activation_checkpoint" in names  # private: torch's name of a compiled checkpoint
 
 
-def _uncompiled(module: fx.GraphModule) -> Region:
+def _eager_region(module: fx.GraphModule) -> Region:
     if any(node.op == "get_attr" for node in module.graph.nodes):
         raise SkipFrame("subgraphs, of activation checkpoints say, cannot run without a compiler")
     return module.forward
@@ -139,7 +139,7 @@ class BlockCompiler:
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], compile: Compile) -> None:
-        check_compiled_parts(module)
+        refuse_cuda_graphs(module)
         self._all = blocks
         self._arguments = compile if isinstance(compile, Mapping) else {}
         self._blocks = [] if compile is False else [b for b in blocks if compiled_call(b) is None]
@@ -151,14 +151,14 @@ class BlockCompiler:
                 block.compile(**self._arguments)
 
     @property
-    def has_work(self) -> bool:
+    def has_compiled_blocks(self) -> bool:
         """Whether any block is compiled, by the user or here."""
         return any(map(is_compiled, self._all))
 
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
         """Compile a block now; if that fails, the block runs uncompiled."""
         try:
-            with unchanged(block), compiling_ahead():
+            with restoring_attributes(block), compiling_ahead():
                 run()
         except TorchDynamoException as error:
             if block not in self._blocks:
@@ -202,7 +202,7 @@ def check_compile(compile: Any) -> None:
         raise ValueError(f"compile={dict(compile)!r}: a block {CUDA_GRAPHS}")
 
 
-def check_compiled_parts(module: nn.Module) -> None:
+def refuse_cuda_graphs(module: nn.Module) -> None:
     """Refuse modules that the user has compiled with CUDA graphs."""
     for path, part in module.named_modules():
         compiled = compiled_call(part)
@@ -216,7 +216,7 @@ def _has_cuda_graphs(compiled: Any) -> bool:
     return bool(config.get("triton.cudagraphs"))
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def force_eager() -> AbstractContextManager[Any]:
     """Run compiled modules eagerly: a compiler would trace this package's operations too."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

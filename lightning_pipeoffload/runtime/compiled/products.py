@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     DeferredCall,
     Linear,
     MatrixProduct,
-    may_wait,
+    is_deferrable,
 )
 
 _VIEW_METHODS = {"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "to"}
@@ -101,7 +101,7 @@ class WeightFinder:
         parameter = self._inputs[index]
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             return None
-        if not may_wait(parameter):
+        if not is_deferrable(parameter):
             return None
         casts = parameter.dtype != dtype and not any(map(_is_cast, views))
         return WeightSource(index, views, dtype if casts else None)
@@ -156,7 +156,7 @@ class Signature:
         named = {ours.get(name, name): value for name, value in node.kwargs.items()}
         return {**dict(zip(self.order, node.args, strict=False)), **named}
 
-    def put(self, node: fx.Node, name: str, value: fx.Node) -> None:
+    def set_argument(self, node: fx.Node, name: str, value: fx.Node) -> None:
         if self.names.get(name, name) in node.kwargs:
             node.update_kwarg(self.names.get(name, name), value)
         else:
@@ -164,7 +164,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class FoundProduct:
+class DeferrableProduct:
     """A call whose weight gradient may wait for W; ``bias`` is None without a trained bias."""
 
     node: fx.Node
@@ -180,7 +180,7 @@ class FoundProduct:
         return example
 
 
-def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
+def find_product(node: fx.Node, finder: WeightFinder) -> DeferrableProduct | None:
     """Return the node's call if its weight gradient may wait for W, else None."""
     signature = None
     if node.op == "call_function":
@@ -198,7 +198,7 @@ def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
     bias_source = finder.find(bias, dtype) if _trains(bias) else None
     if weight is None or _trains(bias) and bias_source is None:
         return None
-    return FoundProduct(node, signature, weight, bias_source, kind)
+    return DeferrableProduct(node, signature, weight, bias_source, kind)
 
 
 def _trains(value: Any) -> bool:

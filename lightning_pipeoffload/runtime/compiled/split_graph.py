@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode  # private: the fake tensors of this compilation
 
 from lightning_pipeoffload.runtime.compiled.products import (
-    FoundProduct,
+    DeferrableProduct,
     WeightFinder,
     WeightSource,
     find_product,
@@ -100,7 +100,7 @@ def _expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _shape_of(
+def _make_shape_function(
     example: Tensor, readers: Mapping[Any, Callable[[Sequence[Any]], int]]
 ) -> Shape | None:
     """Return a function that computes a result's shape from a region's inputs; None if none can."""
@@ -130,7 +130,7 @@ class ProductInput:
 class SplitProduct:
     """A product in the rewritten graph, its original, and the shape of its result."""
 
-    original: FoundProduct
+    original: DeferrableProduct
     product_input: ProductInput
     shape: Shape
 
@@ -184,29 +184,31 @@ class _Splitting:
         candidates = [find_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)
         shaped = [
-            (product, _shape_of(product.example, readers)) for product in candidates if product
+            (product, _make_shape_function(product.example, readers))
+            for product in candidates
+            if product
         ]
         products = [(product, shape) for product, shape in shaped if shape is not None]
         self._add_weights([product for product, _ in products])
         for product, shape in products:
             self._replace(product, shape)
 
-    def _add_weights(self, products: Sequence[FoundProduct]) -> None:
+    def _add_weights(self, products: Sequence[DeferrableProduct]) -> None:
         for product in products:
             for source in (product.weight, product.bias):
                 if source is not None and source not in self._weights:
                     self._weights[source] = self._add_input(f"deferred_{len(self._weights)}")
 
-    def _replace(self, product: FoundProduct, shape: Shape) -> None:
+    def _replace(self, product: DeferrableProduct, shape: Shape) -> None:
         node, example = product.node, product.example
         arguments = product.signature.arguments(node)
         with self._graph.inserting_before(node):
             x = self._in_dtype(arguments["x"], example.dtype)
             product_input = self._product_input(arguments["x"], x, example.dtype)
-        product.signature.put(node, "x", x)
+        product.signature.set_argument(node, "x", x)
         for name, source in (("weight", product.weight), ("bias", product.bias)):
             if source is not None:
-                product.signature.put(node, name, self._weights[source])
+                product.signature.set_argument(node, name, self._weights[source])
                 _erase_unread(self._graph, arguments[name])
         self._add_zero(node, example)
         self.products.append(SplitProduct(product, product_input, shape))

@@ -24,8 +24,8 @@ from lightning_pipeoffload.runtime.weight_grad import (
     ReadInput,
     WeightGradQueue,
     active_queue,
+    is_deferrable,
     keep_input,
-    may_wait,
     trains_parameters,
 )
 
@@ -84,7 +84,7 @@ class _Run:
             self.kept[product_input] = keep_input(tensor)
         self._sharing = [(tensor.detach(), tensor._version) for tensor in sharing]
 
-    def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
+    def defer_weight_grads(self, gradients: Sequence[Tensor | None]) -> None:
         """Queue the weight gradients for W, the last product's first."""
         for tensor, version in self._sharing:
             if tensor._version != version:
@@ -120,7 +120,9 @@ class SplitRegion:
 
     def __call__(self, *inputs: Any) -> Any:
         stop_if_compiling_ahead()
-        if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
+        if active_queue() is None or not all(
+            is_deferrable(inputs[index]) for index in self._indices
+        ):
             return self._whole(*inputs)
         graph = self._graph
         weights = {source: source.compute_weight(inputs) for source in graph.sources}
@@ -143,10 +145,10 @@ class SplitRegion:
 
         kept = tensors_of(self._product_inputs)
         if self._sharing is None:  # which memory is shared is decided with the code
-            self._sharing = self._find_sharing(kept, inputs, outputs)
+            self._sharing = self._find_aliases(kept, inputs, outputs)
         run.keep(kept, tensors_of(self._sharing).values())
 
-    def _find_sharing(
+    def _find_aliases(
         self, kept: Mapping[ProductInput, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> list[ProductInput]:
         shared = {_memory_of(tensor) for each, tensor in kept.items() if each.place == "output"}
@@ -173,7 +175,7 @@ class _Zeros(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         if trains_parameters():
-            ctx.run.leave_for_w(gradients)
+            ctx.run.defer_weight_grads(gradients)
         # Private: no public API shows it. Inputs that W has used must not stay until B's end.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.run.kept.clear()

@@ -1,10 +1,22 @@
 """Cutting a user's step into stages: the trace, the partition, the refusals."""
 
-from .block_chain import BlockChain, Running, StageExit, chain_of_calls, find_chain, first_chain
-from .block_classes import classes_of_makes, describe_blocks, find_alike_saving, find_classes
-from .call_checks import CallsError, checkpoint_around, is_in_function, needs_all_blocks
+from .block_chain import (
+    ActiveStepRun,
+    BlockChain,
+    StageExit,
+    chain_from_names,
+    default_chain,
+    find_chain,
+)
+from .block_classes import classes_by_structure, digest_blocks, find_alike_saved_bytes, find_classes
+from .call_checks import (
+    CallsError,
+    describe_required_calls,
+    is_in_autograd_function,
+    running_checkpoint,
+)
 from .call_order import CallOrder
-from .called_blocks import as_argument, inner_blocks
+from .called_blocks import format_blocks_argument, inner_blocks
 from .carried_values import CarriedValues, mark_slots
 from .checks import (
     SKIP_A_BATCH,
@@ -22,10 +34,10 @@ from .partition import (
     ANY_ROOM,
     Cut,
     CutSettings,
-    Room,
     SegmentCosts,
     SegmentUses,
     Stage,
+    StageMemoryLimits,
     costs_by_size,
     cut,
     estimate_costs,
@@ -39,7 +51,7 @@ from .remote_values import (
     explain_absent,
     is_tracked_copy,
     load_quantization,
-    make_real,
+    materialize_slot,
     remove_complete_hooks,
 )
 from .split_module import SplitModule

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.shapes import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.users_code import calling_line
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_key
+from lightning_pipeoffload.runtime.users_code import running_user_line
 
 _NUMBERS = {type(None), bool, int, float, str}
 _DEPTH = 3  # of objects in attributes: a cache has layers, which have lists
@@ -72,15 +72,17 @@ class ArgumentWatch:
 
     def __init__(self, chain: BlockChain, writes: list[ArgumentWrite]) -> None:
         self._chain, self._writes = chain, writes
-        self.filling: set[int] = set()
+        self.blocks_filling_arguments: set[int] = set()
         self._written: dict[int, tuple[ArgumentWrite, int]] = {}  # by the tensor's memory
         self._before: list[_State] = []
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def snapshot_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the state of a block's arguments."""
         self._before = [_state_of(value) for value in (*args, *kwargs.values())]
 
-    def after(self, block: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare_arguments(
+        self, block: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record the arguments that a call of a block has changed."""
         values = (*args, *kwargs.values())
         for place, (value, was) in enumerate(zip(values, self._before, strict=True)):
@@ -88,18 +90,18 @@ class ArgumentWatch:
             if written:
                 forward = self._chain.blocks[block].forward
                 name = [*_names(forward, len(args)), *kwargs][place]
-                write = ArgumentWrite(block, name, calling_line())
-                self._written.update((memory_of(tensor), (write, call)) for tensor in written)
+                write = ArgumentWrite(block, name, running_user_line())
+                self._written.update((storage_key(tensor), (write, call)) for tensor in written)
             if not _is_same(_state_of(value), was):
-                self.filling.add(block)
+                self.blocks_filling_arguments.add(block)
 
     def record_use(self, args: tuple[Any, ...], num_calls: int) -> None:
         """Record a write into a tensor that an operation reads after the writing call has ended."""
         for tensor in tensors_in(args) if self._written else ():
-            write, call = self._written.get(memory_of(tensor), (None, num_calls))
+            write, call = self._written.get(storage_key(tensor), (None, num_calls))
             if write is not None and call < num_calls:
                 self._writes.append(write)
-                del self._written[memory_of(tensor)]
+                del self._written[storage_key(tensor)]
 
 
 def _state_of(value: Any) -> _State:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import map_operands, tensors_in
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, RecordPart
-from lightning_pipeoffload.runtime.shapes import has_shapes, memory_of, written_arguments
+from lightning_pipeoffload.runtime.shapes import has_shape_only, storage_key, written_arguments
 
 
 @dataclass(frozen=True)  # no tuple, which would be mapped
@@ -49,12 +49,12 @@ class BatchFlags(RecordPart):
     constants: dict[int, Tensor] = field(default_factory=dict, metadata=BY_LENGTHS)
 
     @property
-    def answers(self) -> tuple[bool, ...]:
+    def flag_values(self) -> tuple[bool, ...]:
         """The values of the booleans in the trace, in order."""
         return tuple(call.answer for call in self.calls if call.answer is not None)
 
     @torch.no_grad()
-    def agree(self, leaves: Sequence[Tensor]) -> bool:
+    def match_batch(self, leaves: Sequence[Tensor]) -> bool:
         """Recompute the booleans from a microbatch's tensors; return whether all are the same."""
         values = dict(enumerate(leaves)) | self.constants
         if any(call.written for call in self.calls):
@@ -87,27 +87,29 @@ class FlagWatch:
     def start(self, batch: Sequence[Tensor]) -> None:
         """Record the tensors of the microbatch."""
         for leaf in batch:
-            self._id_of(leaf)
+            self._tensor_number(leaf)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation, and record it if it depends on the batch."""
         inputs = tensors_in((args, kwargs))
-        if not any(id(tensor) in self._numbers for tensor in inputs) or has_shapes((args, kwargs)):
+        if not any(id(tensor) in self._numbers for tensor in inputs) or has_shape_only(
+            (args, kwargs)
+        ):
             return func(*args, **kwargs)
         written = tensors_in([*written_arguments(func, args, kwargs)])
         for tensor in written:
             if id(tensor) not in self._numbers:
-                self._flags.constants[self._id_of(tensor)] = tensor.clone()
+                self._flags.constants[self._tensor_number(tensor)] = tensor.clone()
         operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
         result = func(*args, **kwargs)
         answer = result if isinstance(result, bool) else None
         if isinstance(result, bool) or (results := tensors_in(result)):
-            numbers = [] if isinstance(result, bool) else [*map(self._id_of, results)]
-            writes = [*map(self._id_of, written)]
+            numbers = [] if isinstance(result, bool) else [*map(self._tensor_number, results)]
+            writes = [*map(self._tensor_number, written)]
             self._flags.calls.append(_Call(func, *operands, numbers, writes, answer))
         return result
 
-    def _id_of(self, tensor: Tensor) -> int:
+    def _tensor_number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
             self._alive.append(tensor)  # or another one may get its id
             self._numbers[id(tensor)] = len(self._alive) - 1
@@ -125,7 +127,7 @@ class FlagWatch:
             them are dropped.
         """
         flags = self._flags
-        memory = [*map(memory_of, self._alive)] if any(c.written for c in flags.calls) else []
+        memory = [*map(storage_key, self._alive)] if any(c.written for c in flags.calls) else []
         self._numbers.clear()
         self._alive.clear()
         needed: set[int] = set()

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class BatchSizes(RecordPart):
+class DataDependentSizes(RecordPart):
     """The sizes that depend on the batch's values, as a part of a step's record.
 
     Attributes:
@@ -38,7 +38,7 @@ class BatchSizes(RecordPart):
     values: tuple[Any, ...] = ()
 
 
-class SizeObserver(Observer[BatchSizes]):
+class SizeObserver(Observer[DataDependentSizes]):
     """Finds such sizes, and booleans, which count as sizes where they are drawn.
 
     Args:
@@ -49,7 +49,7 @@ class SizeObserver(Observer[BatchSizes]):
     """
 
     def __init__(
-        self, trace: RunningTrace, sizes: BatchSizes, flags: BatchFlags, until: int | None
+        self, trace: RunningTrace, sizes: DataDependentSizes, flags: BatchFlags, until: int | None
     ) -> None:
         super().__init__(trace, sizes)
         self._until = until

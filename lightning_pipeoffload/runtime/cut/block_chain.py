@@ -26,10 +26,10 @@ from lightning_pipeoffload.runtime.cut.called_blocks import (
     is_ambiguous,
     names_of_parents,
     outermost,
-    propose,
+    propose_blocks,
 )
 from lightning_pipeoffload.runtime.shapes import RULES, StepRules
-from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code import original_class, subclass_like
 
 
 class StepRun(Protocol):
@@ -51,7 +51,8 @@ class BlockChain:
     """Blocks in the order of their calls.
 
     Attributes:
-        propose: Returns a ``blocks=...`` argument with at least the given number of blocks, or "".
+        propose_blocks: Returns a ``blocks=...`` argument with at least the given number of blocks,
+            or "".
         plain_calls: Functions that run the blocks without interception, while calls are
             intercepted.
     """
@@ -59,7 +60,7 @@ class BlockChain:
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self.name = name
         self.blocks = list(blocks.values())
-        self.propose: Callable[[int], str] = lambda num_stages: ""
+        self.propose_blocks: Callable[[int], str] = lambda num_stages: ""
         self._names = list(blocks)
         self._origins = [frozenset((f"the output of {block}",)) for block in blocks]
         self._index = {block: index for index, block in enumerate(blocks)}
@@ -80,7 +81,7 @@ class BlockChain:
         """Return the name of a block in the user's module."""
         return self._names[index]
 
-    def part(self, segment: int, is_in_block: bool) -> str:
+    def describe_point(self, segment: int, is_in_block: bool) -> str:
         """Describe a point of the step for error messages, such as "before layers.1"."""
         if segment == len(self):
             return "after the blocks"
@@ -90,7 +91,7 @@ class BlockChain:
         """Return the ``origins`` of a block's output where that is shape-only."""
         return self._origins[index]
 
-    def index_of(self, name: str) -> int | None:
+    def enclosing_block(self, name: str) -> int | None:
         """Return the block that holds a parameter or buffer of this name; None: none does."""
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
@@ -118,14 +119,14 @@ class BlockChain:
         """Stop intercepting; idempotent. The blocks get their own classes back."""
         if self._intercepting:
             for block in self.blocks:
-                block.__class__ = own_class(block)
+                block.__class__ = original_class(block)
         self._intercepting = False
 
 
 _RULES = StepRules()  # unless the pass has others
 
 
-class Running:
+class ActiveStepRun:
     """Calls ``step_pass.call_block`` in place of each block called within the context."""
 
     def __init__(self, chain: BlockChain, step_pass: StepRun) -> None:
@@ -157,20 +158,20 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
     """
     _refuse_torchscript_and_lazy(module)
     chain = _find_chain(module, name)
-    chain.propose = partial(propose, module)
+    chain.propose_blocks = partial(propose_blocks, module)
     _check_uncompiled(module, chain)
     return chain
 
 
-def chain_of_calls(module: nn.Module, names: Sequence[str]) -> BlockChain:
+def chain_from_names(module: nn.Module, names: Sequence[str]) -> BlockChain:
     """Return the chain of the blocks with these names, in this order."""
     chain = _chain_of(module, ", ".join(names_of_parents(names)), names)
-    chain.propose = partial(propose, module)
+    chain.propose_blocks = partial(propose_blocks, module)
     _check_uncompiled(module, chain)
     return chain
 
 
-def first_chain(module: nn.Module) -> BlockChain:
+def default_chain(module: nn.Module) -> BlockChain:
     """Return the chain if the user names none; an empty one if a traced step has to decide."""
     _refuse_torchscript_and_lazy(module)
     names = [path for path, _ in _best_containers(module)]
@@ -214,7 +215,7 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
     # The entries of a dict may be called in another order, which the first step refuses then.
     best = _best_containers(module) or _best_of(module, containers_in(module))
     if not best:
-        other = propose(module)
+        other = propose_blocks(module)
         raise ValueError(
             f"found no ModuleList or Sequential of blocks with parameters in "
             f"{type(module).__name__}; a pipeline is cut between its entries, so keep the model's "
@@ -224,7 +225,8 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
     if len(best) > 1:
         raise ValueError(
             f"{', '.join(path for path, _ in best)} could each be the chain of blocks; name the "
-            f"blocks that the step calls, in the order of their calls: {propose(module, 1)}"
+            f"blocks that the step calls, in the order of their calls: "
+            f"{propose_blocks(module, 1)}"
         )
     return _chain_of(module, *best[0])
 

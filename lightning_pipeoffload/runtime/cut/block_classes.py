@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime import BlockOutput
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.cut.segment_work import describe_kind
-from lightning_pipeoffload.runtime.shapes import is_4bit, options_of
+from lightning_pipeoffload.runtime.cut.segment_work import tensor_options
+from lightning_pipeoffload.runtime.shapes import is_4bit, params4bit_arguments
 from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    return *tensor.shape, *describe_kind(tensor)
+    return *tensor.shape, *tensor_options(tensor)
 
 
 def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
@@ -58,18 +58,20 @@ def _classes(signatures: Sequence[_Signature], keys: Sequence[Any]) -> list[int]
     classes: dict[Any, int] = {}
     class_of_block = [0] * len(signatures)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
-        for index, numbers in zip(members, _numbers_apart(members, signatures), strict=True):
+        for index, numbers in zip(
+            members, _distinguishing_numbers(members, signatures), strict=True
+        ):
             class_of_block[index] = classes.setdefault((key, numbers), len(classes))
     return class_of_block
 
 
-def classes_of_makes(chain: BlockChain) -> list[int]:
+def classes_by_structure(chain: BlockChain) -> list[int]:
     """Return the class of each block by how it is made alone, before any step has run."""
     signatures = _signatures_of(chain)
     return _classes(signatures, [each.form for each in signatures])
 
 
-def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
+def find_skippable_blocks(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
     """Return, by index, the outputs of blocks that another run without values can skip.
 
     An earlier block of the same class runs. A skipped block has no side effect, and only the shapes
@@ -84,11 +86,11 @@ def _with_other_weights(chain: BlockChain, record: StepRecord) -> set[int]:
         segment
         for name, segments in record.segments.items()
         for segment in segments
-        if segment != chain.index_of(name)
+        if segment != chain.enclosing_block(name)
     }
 
 
-def find_alike_saving(
+def find_alike_saved_bytes(
     chain: BlockChain, record: StepRecord, stages: Iterable[range]
 ) -> dict[int, int]:
     """Map each block that a memory measurement may skip to an earlier one of its stage.
@@ -111,13 +113,13 @@ def find_alike_saving(
 def _repeated(
     chain: BlockChain, record: StepRecord, classes: Sequence[int]
 ) -> dict[int, BlockOutput]:
-    outputs = outputs_that_suffice(record)
+    outputs = outputs_without_side_effects(record)
     return {i: output for i, output in outputs.items() if classes.index(classes[i]) < i}
 
 
-def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
+def outputs_without_side_effects(record: StepRecord) -> dict[int, BlockOutput]:
     """Return, by index, the outputs of blocks without side effects, if only shapes are needed."""
-    if record.writes.arguments or record.backwards.are_any or not record.calls.is_once:
+    if record.writes.arguments or record.backwards.are_any or not record.calls.is_sequential:
         return {}
     alone = record.writes.writing_blocks | record.draws.segments
     return {
@@ -127,7 +129,7 @@ def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
     }
 
 
-def describe_blocks(chain: BlockChain) -> str:
+def digest_blocks(chain: BlockChain) -> str:
     """Return a digest of the blocks' classes and attributes, the same in all processes."""
     signatures = [(each.form, each.numbers) for each in _signatures_of(chain)]
     return sha256(repr(signatures).encode()).hexdigest()
@@ -140,17 +142,17 @@ def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     return *(record.work.digests[segment] for segment in sorted(segments)), index in record.opened
 
 
-def _numbers_apart(
+def _distinguishing_numbers(
     members: Sequence[int], signatures: Sequence[_Signature]
 ) -> Iterator[tuple[int, ...]]:
     """Yield the numbers in each member's attributes without those that count the blocks."""
     columns = zip(*(signatures[index].numbers for index in members), strict=True)
-    telling = [column for column in columns if not _counts(column, members)]
+    telling = [column for column in columns if not _is_block_counter(column, members)]
     for place in range(len(members)):
         yield tuple(column[place] for column in telling)
 
 
-def _counts(numbers: Sequence[int], members: Sequence[int]) -> bool:
+def _is_block_counter(numbers: Sequence[int], members: Sequence[int]) -> bool:
     """Return whether a number in the blocks' attributes is only a counter, such as a layer's index.
 
     It is one if it grows by 1 with each block of the chain, or with each of ``members`` (where
@@ -207,7 +209,7 @@ class _Signature:
         return *tensors.items(), *others.items()
 
     def _describe_weight(self, tensor: Tensor) -> Any:
-        options = options_of(tensor) if is_4bit(tensor) else {}
+        options = params4bit_arguments(tensor) if is_4bit(tensor) else {}
         packed = [self._describe(value, 1) for value in options.values()]
         return _name_of(type(tensor)), _describe_tensor(tensor), has_hooks(tensor), tuple(packed)
 

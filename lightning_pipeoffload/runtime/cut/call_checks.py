@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.shapes import code_of, subclasses_of
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets, running_frames
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_frames, running_user_line
 from lightning_pipeoffload.runtime.weight_grad import saving_hooks
 
 
-def needs_all_blocks(chain: BlockChain) -> str:
+def describe_required_calls(chain: BlockChain) -> str:
     """Return the condition that a step must satisfy, for errors."""
     return f"a pipeline needs all entries of {chain.name} called, for the first time in their order"
 
@@ -56,25 +56,25 @@ class CallChecks:
         what = f"before {self._chain.block_name(expected)}" if is_before else "again"
         raise (OrderError if is_before else RepeatedCallError)(
             f"the step calls {self._chain.block_name(index)} {what}"
-            f"{in_brackets(calling_line())}; {needs_all_blocks(self._chain)}"
+            f"{in_brackets(running_user_line())}; {describe_required_calls(self._chain)}"
         )
 
     def _check_function(self, index: int) -> None:
-        if self._training and is_in_function():
+        if self._training and is_in_autograd_function():
             raise CallsError(
                 f"the step calls {self._chain.block_name(index)} in an autograd function"
-                f"{in_brackets(calling_line())}, which makes its graph in the backward: write "
+                f"{in_brackets(running_user_line())}, which makes its graph in the backward: write "
                 f"checkpoint(..., use_reentrant=False)"
             )
 
     def _check_checkpoint(self, index: int) -> None:
-        outer, self._checkpoint = self._checkpoint, checkpoint_around()
+        outer, self._checkpoint = self._checkpoint, running_checkpoint()
         if outer is not None and outer is self._checkpoint:
             raise ValueError(
                 f"the step checkpoints {self._chain.block_name(self._last)} and "
                 f"{self._chain.block_name(index)} together"
-                f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
-                f"checkpoint each by itself, or leave it to "
+                f"{in_brackets(running_user_line())}; a stage can only compute its own blocks "
+                f"again, so checkpoint each by itself, or leave it to "
                 f'recompute="full"'
             )
         self._last = index
@@ -85,11 +85,11 @@ class CallChecks:
         if missing:
             raise CallsError(
                 f"the step does not call {self._chain.block_name(missing[0])}; "
-                f"{needs_all_blocks(self._chain)}"
+                f"{describe_required_calls(self._chain)}"
             )
 
 
-def is_in_function() -> bool:
+def is_in_autograd_function() -> bool:
     """Whether the forward of an autograd function is running, such as a reentrant checkpoint."""
     if torch.is_grad_enabled():
         return False
@@ -98,7 +98,7 @@ def is_in_function() -> bool:
     return any(id(frame.f_code) in forwards for frame in running_frames())
 
 
-def checkpoint_around() -> Any:
+def running_checkpoint() -> Any:
     """Return an object that identifies the running checkpoint; None if none runs."""
     # Private: no public API shows that a checkpoint runs, whose blocks are called again in B.
     hooks = saving_hooks()
@@ -116,7 +116,7 @@ def refuse_packed(output: Any, name: str) -> None:
     leaves = tree_leaves(output, is_leaf=lambda part: isinstance(part, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise ValueError(
-            f"{name} returns a PackedSequence{in_brackets(calling_line())}, whose lengths later "
-            f"stages need on the CPU: let the block take padded sequences and the lengths, call "
-            f"pack_padded_sequence, and return what pad_packed_sequence gives"
+            f"{name} returns a PackedSequence{in_brackets(running_user_line())}, whose lengths "
+            f"later stages need on the CPU: let the block take padded sequences and the lengths, "
+            f"call pack_padded_sequence, and return what pad_packed_sequence gives"
         )

@@ -43,7 +43,7 @@ class CallOrder:
         return cls(tuple(range(num_blocks)), num_blocks)
 
     @cached_property
-    def is_once(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether each block is called once, in the order of the chain."""
         return self.blocks == tuple(range(self.num_blocks))
 
@@ -64,7 +64,7 @@ class CallOrder:
         return frozenset((*first[descents[0] :], self.num_blocks)) if descents else frozenset()
 
     @cached_property
-    def least(self) -> Sequence[int]:
+    def least_remaining_positions(self) -> Sequence[int]:
         """The smallest position still to be called: before each call, and after the last one."""
         return [*accumulate((self.num_blocks, *reversed(self.blocks)), min)][::-1]
 

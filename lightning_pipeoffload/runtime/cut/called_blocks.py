@@ -29,7 +29,7 @@ Containers = Mapping[str, Names]  # the names of the entries, by that of the con
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A call of a module in a step; for repeated calls, the first with the work of all."""
 
     begin: int  # a counter that increases at the beginning and end of each call
@@ -114,7 +114,7 @@ class CalledChains:
     """
 
     def __init__(
-        self, module: nn.Module, calls: Mapping[str, Call], work: int, is_whole: bool = True
+        self, module: nn.Module, calls: Mapping[str, ModuleCall], work: int, is_whole: bool = True
     ) -> None:
         self._module, self._calls, self._work = module, calls, work
         self._containers = dict(self._find_containers(is_whole))
@@ -125,7 +125,7 @@ class CalledChains:
         return [*map(list, dict.fromkeys(map(tuple, chains)))]
 
     def _candidates(self) -> Iterator[Names]:
-        order = sorted(self._containers, key=self._rank_of)
+        order = sorted(self._containers, key=self._preference_key)
         if order and count_parameters(self._module, self._containers[order[0]])[0]:
             joined = self._join(self._containers, order[:1], _JOINS * self._work)
             yield [inner for name in joined for inner in self._blocks_inside(name)]
@@ -164,7 +164,7 @@ class CalledChains:
             if called and not is_missing and self._are_apart(called) and not _is_in(path, closed):
                 yield path, called
 
-    def _rank_of(self, path: str) -> tuple[bool, int, int]:
+    def _preference_key(self, path: str) -> tuple[bool, int, int]:
         is_dict = isinstance(self._module.get_submodule(path), nn.ModuleDict)
         names = self._containers[path]
         return is_dict, -count_parameters(self._module, names)[0], self._calls[names[0]].begin
@@ -213,7 +213,7 @@ def _is_closed(part: nn.Module) -> bool:
     return is_metric or compiled_call(part) is not None
 
 
-def propose(module: nn.Module, num_stages: int = 2) -> str:
+def propose_blocks(module: nn.Module, num_stages: int = 2) -> str:
     """Propose a ``blocks=...`` argument before a step has run; "" if there are too few modules.
 
     Args:
@@ -229,9 +229,9 @@ def propose(module: nn.Module, num_stages: int = 2) -> str:
     while containers:
         names = [name for path in outermost(containers) for name in containers.pop(path)]
         if len(names) >= num_stages:
-            return as_argument(module, names)
+            return format_blocks_argument(module, names)
     children = _children(module)
-    return as_argument(module, children) if len(children) >= num_stages else ""
+    return format_blocks_argument(module, children) if len(children) >= num_stages else ""
 
 
 def inner_blocks(module: nn.Module, name: str) -> Names:
@@ -266,7 +266,7 @@ def names_of_parents(names: Iterable[str]) -> Names:
     return [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
 
 
-def as_argument(module: nn.Module, names: Sequence[str]) -> str:
+def format_blocks_argument(module: nn.Module, names: Sequence[str]) -> str:
     """Return ``blocks=...`` as a user writes it."""
     patterns: list[str] = []
     for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):

@@ -65,7 +65,7 @@ class CarriedValue:
     """Pairs of segments between which the loss leads back to it; None: all."""
     stride: tuple[int, ...] | None = None  # see TensorSpec
 
-    def use(self, position: int, trains_from: int | None) -> None:
+    def record_use(self, position: int, trains_from: int | None) -> None:
         """Add a use; ``trains_from`` is where the value requires a gradient by now."""
         self.used_in = max(self.used_in, position)
         self.trains_from = trains_from
@@ -86,7 +86,7 @@ class CarriedValue:
         return TensorSpec(self.shape, self.dtype, trains, trains and leads_back, self.stride)
 
 
-def mark_as_the_models(tensor: Tensor) -> None:
+def mark_weight_dependent(tensor: Tensor) -> None:
     """Mark a weight or a tensor computed from one: on another stage it may be shape-only."""
     tensor.is_the_models = True  # type: ignore[attr-defined]
 
@@ -96,14 +96,14 @@ def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
     all_slots = list(slots)
     with_weights = {id(slot.module) for slot in all_slots if slot.kind == "_parameters"}
     for slot in all_slots:
-        if id(slot.module) in with_weights or chain.index_of(slot.name) is not None:
-            mark_as_the_models(slot.tensor)
+        if id(slot.module) in with_weights or chain.enclosing_block(slot.name) is not None:
+            mark_weight_dependent(slot.tensor)
 
 
-class CallCounter(TorchFunctionMode):
+class FunctionCounter(TorchFunctionMode):
     """Counts the torch functions, between two calls of blocks, that have marked operands.
 
-    Marked are weights and tensors computed from them, see :func:`mark_as_the_models`. Functions
+    Marked are weights and tensors computed from them, see :func:`mark_weight_dependent`. Functions
     that compute constants are not counted: a step may cache a mask or a table of positions.
 
     Attributes:
@@ -124,7 +124,7 @@ class CallCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._is_paused or not _makes_the_models(result, (args, kwargs)):
+        if self._is_paused or not _mark_dependent_results(result, (args, kwargs)):
             return result
         self._call += 1
         self.digest = hash((self.digest, getattr(func, "__name__", "")))
@@ -169,20 +169,20 @@ class CallCounter(TorchFunctionMode):
             self._is_paused = True
 
 
-def _makes_the_models(result: Any, arguments: Any) -> bool:
+def _mark_dependent_results(result: Any, arguments: Any) -> bool:
     results = tensors_in(result)
-    if not results or not any(_is_the_models(leaf) for leaf in leaves_of(arguments)):
+    if not results or not any(_is_weight_dependent(leaf) for leaf in leaves_of(arguments)):
         return False
     for leaf in results:
-        mark_as_the_models(leaf)
+        mark_weight_dependent(leaf)
     return True
 
 
-def _is_the_models(leaf: Any) -> bool:
+def _is_weight_dependent(leaf: Any) -> bool:
     return isinstance(leaf, ShapeOnly) or hasattr(leaf, "is_the_models")
 
 
-class CarriedValues(CallCounter):
+class CarriedValues(FunctionCounter):
     """The carried values of one F of a stage: received, used, and sent with the payload.
 
     Attributes:
@@ -214,7 +214,7 @@ class CarriedValues(CallCounter):
         self.start(call + 1)
         if self.counts:
             for leaf in output_tensors(output):
-                mark_as_the_models(leaf)
+                mark_weight_dependent(leaf)
         places = self._wanted.get((call + 1, 0))
         return self._replace_carried(0, places, output) if places else output
 
@@ -227,7 +227,7 @@ class CarriedValues(CallCounter):
         for port, tensor in zip(self._incoming, tensors, strict=True):
             stand_in = self._awaited.get(port)
             self._values[port] = tensor
-            mark_as_the_models(tensor)
+            mark_weight_dependent(tensor)
             if stand_in is None and port.segment > self.segment:
                 self._early[port] = tensor  # the step makes it after a later call of a block
             elif stand_in is None or stand_in.meta.shape != tensor.shape:

@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.compiled import is_compiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue
-from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
+from lightning_pipeoffload.runtime.cut.partition import Stage, stages_from_ends, stages_with
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
 from lightning_pipeoffload.runtime.shapes import describe_origins
@@ -97,7 +97,7 @@ def check_slices(record: StepRecord, chain: BlockChain, module: nn.Module, compi
 
 
 def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -> Iterator[str]:
-    if not record.calls.is_once:
+    if not record.calls.is_sequential:
         yield "the step calls blocks several times"
     if record.backwards.are_any:
         yield "the step starts a backward of its own"
@@ -161,7 +161,7 @@ def impossible_cuts(
     """
 
     def is_refused(*starts: int) -> bool:
-        stages = stages_between((*starts, len(chain)))  # the last may have no block
+        stages = stages_from_ends((*starts, len(chain)))  # the last may have no block
         checks = _StepChecks(record, chain, stages)
         return any(checks.refusals(lambda name: stages_with(stages, segments_of(name))))
 
@@ -201,7 +201,7 @@ class _StepChecks:
                     f"would not see it; write it between batches, such as in "
                     f"on_train_batch_start(), or in code that only the stage of its block runs"
                 )
-            elif is_new and self._chain.index_of(name) is None:
+            elif is_new and self._chain.enclosing_block(name) is None:
                 yield (
                     f"the step assigns another parameter to {name}{in_brackets(line)}, which "
                     f"neither the optimizer nor a checkpoint would see; write its value in place, "
@@ -288,14 +288,14 @@ class _StepChecks:
             obstacle = self._obstacle(crossing)
             if source != used and obstacle:
                 yield (
-                    f"stage {used} ({self._span(used)}) needs what stage {source} "
-                    f"({self._span(source)}) has computed from {_origins(crossing.origins)}"
-                    f"{in_brackets(crossing.line)}, {obstacle}"
+                    f"stage {used} ({self._describe_stage(used)}) needs what stage {source} "
+                    f"({self._describe_stage(source)}) has computed from "
+                    f"{_origins(crossing.origins)}{in_brackets(crossing.line)}, {obstacle}"
                 )
 
     def _obstacle(self, crossing: CarriedValue) -> str:
         """Return why a value cannot be sent, and a remedy; "" if it can be sent."""
-        blocks = [self._chain.index_of(origin) for origin in crossing.origins]
+        blocks = [self._chain.enclosing_block(origin) for origin in crossing.origins]
         if any(block is not None and block > crossing.made_in for block in blocks):
             return (
                 "but that stage does not have all of these weights; compute a penalty on weights "
@@ -313,8 +313,8 @@ class _StepChecks:
             source, written = self._stage_of[alias.made_in], self._stage_of[alias.written_in]
             if source != written:
                 yield (
-                    f"stage {written} ({self._span(written)}) writes in place into what it gets "
-                    f"from stage {source} under another name, computed from "
+                    f"stage {written} ({self._describe_stage(written)}) writes in place into what "
+                    f"it gets from stage {source} under another name, computed from "
                     f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after "
                     f"that; each name is sent on its own, so the write would not be seen: compute "
                     f"a new tensor instead (x = x + y for x += y)"
@@ -328,7 +328,7 @@ class _StepChecks:
     def _block(self, index: int) -> str:
         return self._chain.block_name(index)
 
-    def _span(self, stage: int) -> str:
+    def _describe_stage(self, stage: int) -> str:
         blocks = self._stages[stage].blocks
         if not blocks:
             return "the code after the blocks"

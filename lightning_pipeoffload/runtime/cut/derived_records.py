@@ -85,8 +85,8 @@ class RecordFamily:
         if lengths in self._lengths or record.sizes.until is not None:
             return
         numbers: list[int] = []
-        form = record.structure, _flatten(record.by_lengths, numbers)
-        weights = self._span.weigh(_powers(lengths))
+        form = record.structure, _flatten(record.length_dependent_values, numbers)
+        weights = self._span.weigh(_monomials(lengths))
         if self._first is not None and not self._is_reproduced(form, numbers, weights):
             self._restart()
             weights = None
@@ -94,7 +94,7 @@ class RecordFamily:
         if weights is None:
             if self._first is None:
                 self._first, self._form = record, form
-            self._span.add(_powers(lengths))
+            self._span.add(_monomials(lengths))
             self._base.append(numbers)
         else:
             self._num_further += 1
@@ -129,13 +129,15 @@ class RecordFamily:
         """Return the record interpolated for these lengths; None: the step has to be traced."""
         if self._num_further < _NUM_FURTHER or not self._is_between(lengths):
             return None
-        weights = self._span.weigh(_powers(lengths))
+        weights = self._span.weigh(_monomials(lengths))
         if weights is None or not _used(weights) <= self._checked:
             return None
         numbers, first = self._sum(weights), self._first
         if numbers is None or first is None:
             return None
-        return first.with_lengths(_with_numbers(first.by_lengths, iter(numbers)), lengths=lengths)
+        return first.with_lengths(
+            _with_numbers(first.length_dependent_values, iter(numbers)), lengths=lengths
+        )
 
     def _is_between(self, lengths: Lengths) -> bool:
         """Whether lengths lie within the traced range, in its steps.
@@ -158,7 +160,7 @@ def _used(weights: Sequence[Fraction]) -> set[int]:
     return {index for index, weight in enumerate(weights) if weight}
 
 
-def _powers(lengths: Lengths) -> list[int]:
+def _monomials(lengths: Lengths) -> list[int]:
     ones = 1, *lengths
     return [a * b for a, b in combinations_with_replacement(ones, 2)]
 

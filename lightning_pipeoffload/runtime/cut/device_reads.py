@@ -112,9 +112,9 @@ class ReadObserver(Observer[DeviceReads]):
     def _record_read(self, tensor: Any) -> None:
         """Record the line that reads a tensor, if that is on the device."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
-            frame = _reading_frame()
+            frame = _innermost_user_frame()
             line = line_of(frame.f_code.co_filename, frame.f_lineno)
-            self._part.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
+            self._part.lines.setdefault(line, self._trace.chain.describe_point(*self._trace.point))
 
     def _record_if_common(
         self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any
@@ -124,7 +124,7 @@ class ReadObserver(Observer[DeviceReads]):
         if _reads(func, args):
             self._numbers_are_common &= is_common
         if func is aten._local_scalar_dense.default:
-            frame = _reading_frame()
+            frame = _innermost_user_frame()
             place = ReadPlace(self._trace.num_calls, frame.f_code, frame.f_lineno)
             self._places[place] = is_common and self._places.get(place, True)
             return
@@ -151,7 +151,7 @@ def _reads(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     return func in scalars or is_sized_by_values(func, args)
 
 
-def _reading_frame() -> FrameType:
+def _innermost_user_frame() -> FrameType:
     """Return the innermost frame of code that is neither torch's nor this package's."""
     frames = list(running_frames())
     return next((f for f in frames if not _is_passed(f.f_code.co_filename)), frames[0])

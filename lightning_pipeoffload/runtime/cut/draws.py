@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
-from lightning_pipeoffload.runtime.shapes import has_shapes, record_draw
+from lightning_pipeoffload.runtime.shapes import has_shape_only, record_draw
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class DrawObserver(Observer[Draws]):
             self._reading.add(segment)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
-        if kwargs.get("generator") is not None or not has_shapes(args):
+        if kwargs.get("generator") is not None or not has_shape_only(args):
             self._part.segments.add(segment)
         if self._trace.stripped.has_shards:
             record_draw(self._part.modules, self._trace.module, func, args, kwargs)

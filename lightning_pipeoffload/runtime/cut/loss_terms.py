@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # private: its 
 
 from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, shape_only_leaves
-from lightning_pipeoffload.runtime.users_code import calling_line
+from lightning_pipeoffload.runtime.users_code import running_user_line
 
 aten = torch.ops.aten
 Terms = Mapping[str, float]
@@ -102,7 +102,7 @@ def _product(left: Any, right: Any) -> Terms:
 
 
 def _scaled(terms: Terms, factor: float) -> Terms:
-    return {calling_line(): sum(terms.values()) * factor}
+    return {running_user_line(): sum(terms.values()) * factor}
 
 
 def _total(args: tuple[Any, ...]) -> Terms:

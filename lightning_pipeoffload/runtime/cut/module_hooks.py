@@ -12,7 +12,7 @@ from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.users_code import calling_line
+from lightning_pipeoffload.runtime.users_code import running_user_line
 
 
 class HookedSpan(NamedTuple):
@@ -60,7 +60,7 @@ class HookObserver(Observer[Hooks]):
 
     def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func is Tensor.register_hook:
-            self._part.line = calling_line()
+            self._part.line = running_user_line()
 
     @contextmanager
     def recording(self) -> Iterator[None]:

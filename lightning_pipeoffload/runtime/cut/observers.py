@@ -107,7 +107,7 @@ class Observer(Generic[_Part]):
         """Complete the part of the record after the step, before the module is restored."""
 
 
-def methods_for(event: Callable[..., None], observers: Iterable[Observer[Any]]) -> list[Any]:
+def overriding_methods(event: Callable[..., None], observers: Iterable[Observer[Any]]) -> list[Any]:
     """Return the methods of those observers that override an event of :class:`Observer`."""
     name = event.__name__
     return [getattr(each, name) for each in observers if getattr(type(each), name) is not event]

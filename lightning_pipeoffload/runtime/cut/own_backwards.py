@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.observers import Observer
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
-from lightning_pipeoffload.runtime.users_code import calling_line
+from lightning_pipeoffload.runtime.users_code import running_user_line
 
 # torch 2.13 lets modes see the second one; by others a trace sees what it leads back to.
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -28,7 +28,7 @@ class StartedBackward(NamedTuple):
 
 
 @dataclass
-class OwnBackwards(RecordPart):
+class UserBackwards(RecordPart):
     """The backwards that a step starts, as a part of its record.
 
     If there are any, no weight gradient is deferred to W.
@@ -51,7 +51,7 @@ class OwnBackwards(RecordPart):
         self.reached.add(block)
 
 
-class BackwardObserver(Observer[OwnBackwards]):
+class BackwardObserver(Observer[UserBackwards]):
     """Finds calls of torch's backward functions."""
 
     def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -63,12 +63,12 @@ class BackwardObserver(Observer[OwnBackwards]):
         self._part.are_any = True
         segment, is_in_block = self._trace.point
         if is_in_block:
-            self._part.in_blocks.setdefault(segment, calling_line())
+            self._part.in_blocks.setdefault(segment, running_user_line())
             return
         is_given = bool(rest) and func is torch.autograd.grad
         inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
         sources = [getattr(leaf, "source", None) for leaf in inputs]
         goals = {_ELSEWHERE if source is None else source.position for source in sources}
         segment = self._trace.segment_of(tensors_in(outputs))
-        started = StartedBackward(segment, frozenset(goals or {_ELSEWHERE}), calling_line())
+        started = StartedBackward(segment, frozenset(goals or {_ELSEWHERE}), running_user_line())
         self._part.between.append(started)

@@ -51,7 +51,7 @@ _BYTES_OF_PARAMETER = 16
 
 
 @dataclass(frozen=True)
-class Room:
+class StageMemoryLimits:
     """The memory that stages may take.
 
     Attributes:
@@ -67,7 +67,7 @@ class Room:
     once: Sequence[float] = ()
 
     @classmethod
-    def of_parameters(cls, counts: Sequence[int], memory: Sequence[float]) -> Room:
+    def of_parameters(cls, counts: Sequence[int], memory: Sequence[float]) -> StageMemoryLimits:
         """Return the room for parameters that train, by the bytes of each stage's device."""
         if not memory:
             return ANY_ROOM
@@ -88,7 +88,7 @@ class Room:
         return (self.kept[stage] if self.kept else 1) * sizes + once <= self.limits[stage]
 
 
-ANY_ROOM = Room((), ())
+ANY_ROOM = StageMemoryLimits((), ())
 
 # The weight of parameters relative to time: decides where times are equal or unknown.
 _PARAMETER_SHARE = 1e-3
@@ -205,7 +205,7 @@ def find_segments(
     needed: dict[str, set[int]] = {}
     default = 0
     for slot in slots:
-        block = chain.index_of(slot.name)
+        block = chain.enclosing_block(slot.name)
         if block is not None:
             default = len(chain)
         uses = set(record.segments.get(slot.name, ()))
@@ -237,7 +237,7 @@ def cut(
     stage_ranks: Sequence[int],
     split: str | Sequence[int] = "auto",
     slowness: Sequence[float] = (),
-    room: Room = ANY_ROOM,
+    room: StageMemoryLimits = ANY_ROOM,
 ) -> list[Stage]:
     """Cut the chain into stages.
 
@@ -260,14 +260,14 @@ def cut(
     num_blocks, num_stages = len(chain), len(stage_ranks)
     has_head_alone = not isinstance(split, str) and [*split[-1:]] == [0]
     if num_blocks < num_stages - has_head_alone:
-        proposal = chain.propose(num_stages)
+        proposal = chain.propose_blocks(num_stages)
         others = f", or cut more of this one, in the order of its calls: {proposal}"
         raise ValueError(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
     ranks = _Ranks(stage_ranks, slowness or [1.0] * num_stages, room)
-    counts = _count_blocks(costs, num_blocks, ranks, split)
+    counts = _choose_block_counts(costs, num_blocks, ranks, split)
     together = counts if split == "auto" else _keep_together(counts, costs.inseparable)
     if split != "even" and together != counts:
         start = min({*accumulate(counts)} - {*accumulate(together)})
@@ -276,7 +276,7 @@ def cut(
             f"one of which is a frozen copy of the other that hooks may write from it; use "
             f"split={together}"
         )
-    return stages_between(accumulate(together))
+    return stages_from_ends(accumulate(together))
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class _Ranks:
 
     of_stages: Sequence[int]
     slowness: Sequence[float]
-    room: Room
+    room: StageMemoryLimits
 
     @property
     def num_stages(self) -> int:
@@ -303,7 +303,7 @@ def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
     return moved if min(moved) > 0 else counts  # more stages than pairs
 
 
-def stages_between(ends: Iterable[int]) -> list[Stage]:
+def stages_from_ends(ends: Iterable[int]) -> list[Stage]:
     """Return the stages that end before the blocks ``ends``; the last also has the head."""
     bounds = [0, *ends]
     stages = [
@@ -318,7 +318,7 @@ def stages_with(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
     return frozenset(stage.index for stage in stages if stage.segments & segments)
 
 
-def _count_blocks(
+def _choose_block_counts(
     costs: SegmentCosts,
     num_blocks: int,
     ranks: _Ranks,
@@ -330,7 +330,7 @@ def _count_blocks(
         weights = [*parts[:-2], parts[-2] + parts[-1]]  # what follows the last block is with it
         heaviest, best = _balance(weights, sent, ranks, costs.impossible)
         if not best and ranks.room.limits:
-            return _count_blocks(costs, num_blocks, replace(ranks, room=ANY_ROOM), split)
+            return _choose_block_counts(costs, num_blocks, replace(ranks, room=ANY_ROOM), split)
         if not best:  # a check says why
             return _balance(weights, sent, ranks, frozenset())[1]
         if len(set(ranks.of_stages)) < num_stages:

@@ -19,24 +19,24 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import BlockOutput, TensorSpec, segment_seeder
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
-from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
+from lightning_pipeoffload.runtime.cut.batch_sizes import DataDependentSizes
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArguments
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.cut.draws import Draws
 from lightning_pipeoffload.runtime.cut.module_hooks import Hooks
-from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
+from lightning_pipeoffload.runtime.cut.own_backwards import UserBackwards
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
-from lightning_pipeoffload.runtime.cut.segment_work import Work
+from lightning_pipeoffload.runtime.cut.segment_work import SegmentWork
 from lightning_pipeoffload.runtime.cut.writes import Writes
 from lightning_pipeoffload.runtime.sequence import SequenceDims, SequenceSlice, SliceChecks
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.users_code import StepPoint
 
 
-class LoggedValue(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of a torch function between the blocks."""
 
     segment: int
@@ -76,7 +76,7 @@ class StepRecord(RecordPart):
     """Whether no value was made up after the last block; it could decide to call blocks again."""
     result_counts: frozenset[int] | None = frozenset()
     """Sample counts for which the result has one row per sample; None: the step returns None."""
-    unrepeatable: LoggedValue | None = None
+    unrepeatable: RecordedCall | None = None
     """The first value that differed in a second run from the same state."""
 
     # Parameters and buffers, by name.
@@ -87,20 +87,20 @@ class StepRecord(RecordPart):
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
     """By parameter, the segments that use it; True: its gradient there could be deferred to W."""
 
-    work: Work = field(default_factory=Work)
+    work: SegmentWork = field(default_factory=SegmentWork)
     draws: Draws = field(default_factory=Draws)  # random numbers
     writes: Writes = field(default_factory=Writes)
     samples: SampleUses = field(default_factory=SampleUses)
     hooks: Hooks = field(default_factory=Hooks)
-    backwards: OwnBackwards = field(default_factory=OwnBackwards)
+    backwards: UserBackwards = field(default_factory=UserBackwards)
     reads: DeviceReads = field(default_factory=DeviceReads)  # of values of the device
     flags: BatchFlags = field(default_factory=BatchFlags)
-    sizes: BatchSizes = field(default_factory=BatchSizes)
+    sizes: DataDependentSizes = field(default_factory=DataDependentSizes)
 
     # Where blocks run on slices of the sequence.
     sequence: SequenceDims | None = field(default=None, metadata=OF_TRACE)
     sequence_slice: SequenceSlice | None = field(default=None, metadata=OF_TRACE)
-    """The slice that this is the record of, see :meth:`in_slices`."""
+    """The slice that this is the record of, see :meth:`slice_records`."""
     sequence_slices: Sequence[SequenceSlice] = field(default=(), metadata=OF_TRACE)  # all of them
     slice_checks: SliceChecks = field(default_factory=SliceChecks, metadata=OF_TRACE)
 
@@ -110,7 +110,7 @@ class StepRecord(RecordPart):
     @cached_property
     def holds_for_shapes(self) -> bool:
         """Whether the record holds for every microbatch of these shapes, whatever its values."""
-        return self.sizes.until is None and not self.flags.answers
+        return self.sizes.until is None and not self.flags.flag_values
 
     @property
     def is_derived(self) -> bool:
@@ -123,7 +123,7 @@ class StepRecord(RecordPart):
         assert self.sequence is not None
         return self.sequence.most_slices(self.outputs[0].payload)
 
-    def in_slices(self, num_slices: int) -> list[StepRecord]:
+    def slice_records(self, num_slices: int) -> list[StepRecord]:
         """Return a record for each slice of the sequence; only the sent tensors differ."""
         assert self.sequence is not None
         parts = self.sequence.slices(self.outputs[0].payload, num_slices)

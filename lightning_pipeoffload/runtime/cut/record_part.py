@@ -29,13 +29,13 @@ class RecordPart:
         return tuple(v.structure if isinstance(v, RecordPart) else v for v in values)
 
     @property
-    def by_lengths(self) -> tuple[Any, ...]:
+    def length_dependent_values(self) -> tuple[Any, ...]:
         """What depends on lengths."""
         values = (getattr(self, name) for name in self._names_by_lengths)
-        return tuple(v.by_lengths if isinstance(v, RecordPart) else v for v in values)
+        return tuple(v.length_dependent_values if isinstance(v, RecordPart) else v for v in values)
 
     def with_lengths(self, values: tuple[Any, ...], **others: Any) -> Self:
-        """Return a copy with other values of :attr:`by_lengths`, and of some more fields."""
+        """Return a copy with other :attr:`length_dependent_values`, and other ``others``."""
         for name, value in zip(self._names_by_lengths, values, strict=True):
             part = getattr(self, name)
             others[name] = part.with_lengths(value) if isinstance(part, RecordPart) else value

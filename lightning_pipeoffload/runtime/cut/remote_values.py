@@ -25,21 +25,26 @@ from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     Sharding,
     entries_of,
-    forget_state,
     is_4bit,
     is_shard,
-    keep_in_state,
     load_packed,
     local_part,
     map_state,
-    options_of,
+    params4bit_arguments,
+    register_sharding_hooks,
     set_sharding,
     sharding_of,
+    sync_layer_quant_state,
 )
-from lightning_pipeoffload.runtime.users_code import Slot, calling_line, find_slots, in_brackets
+from lightning_pipeoffload.runtime.users_code import (
+    Slot,
+    find_slots,
+    in_brackets,
+    running_user_line,
+)
 
 
-class ShapesLeftBehind:
+class RemoteTensorHooks:
     """The shape-only tensors in a module whose pipeline has ended.
 
     Hooks replace them when a state dict is loaded, and refuse a forward before that.
@@ -52,7 +57,9 @@ class ShapesLeftBehind:
         self._real: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         for holder in {id(slot.module): slot.module for slot, _ in self._shapes}.values():
-            self._hooks.append(holder.register_load_state_dict_pre_hook(self._make_room))
+            self._hooks.append(
+                holder.register_load_state_dict_pre_hook(self._materialize_before_load)
+            )
             self._hooks.append(holder.register_forward_pre_hook(self._refuse))
 
     def restore_shapes(self) -> None:
@@ -65,7 +72,7 @@ class ShapesLeftBehind:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _make_room(
+    def _materialize_before_load(
         self, holder: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
     ) -> None:
         for slot in [s for s in absent_in(self._module) if s.module is holder]:
@@ -76,7 +83,7 @@ class ShapesLeftBehind:
             elif getattr(loaded, "shape", None) == slot.tensor.shape:
                 entries = entries_of(prefix + slot.attribute, state)
                 if entries or not is_4bit(slot.tensor):
-                    make_real(slot, self._real)
+                    materialize_slot(slot, self._real)
                 if entries:
                     load_packed(slot, loaded, entries)
         self.remove_if_complete()
@@ -97,14 +104,14 @@ def absent_in(module: nn.Module) -> list[Slot]:
 
 
 def remove_complete_hooks(module: nn.Module) -> None:
-    """Remove the hooks of :class:`ShapesLeftBehind` from a module that has all its values again."""
+    """Remove the :class:`RemoteTensorHooks` of a module that has all its values again."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     for waiting in [getattr(hook, "__self__", None) for hook in hooks]:
-        if isinstance(waiting, ShapesLeftBehind):
+        if isinstance(waiting, RemoteTensorHooks):
             waiting.remove_if_complete()
 
 
-def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
+def materialize_slot(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
     """Replace a shape with an uninitialized real tensor.
 
     Args:
@@ -126,14 +133,14 @@ def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
         if sharding is not None:
             set_sharding(by_shape[id(shape)], sharding)
         if isinstance(shape, RemoteTensor):
-            shape.become(by_shape[id(shape)])
+            shape.record_replacement(by_shape[id(shape)])
     slot.put(by_shape[id(shape)])
-    forget_state(slot)
+    sync_layer_quant_state(slot)
     return by_shape[id(shape)]
 
 
 def _real_options(shape: Tensor) -> dict[str, Any]:
-    options = options_of(shape)
+    options = params4bit_arguments(shape)
     if options["quant_state"] is not None:
         options["quant_state"] = map_state(
             options["quant_state"], lambda scale: torch.empty(scale.shape, dtype=scale.dtype)
@@ -161,7 +168,7 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
         entries = entries_of(slot.name, state) if is_4bit(slot.tensor) else {}
         keys += entries
         if entries and isinstance(slot.tensor, RemoteTensor) and not is_split:
-            make_real(slot, by_shape)
+            materialize_slot(slot, by_shape)
         if entries and not isinstance(slot.tensor, RemoteTensor):
             load_packed(slot, state[slot.name], entries)
     return keys
@@ -227,7 +234,7 @@ class ModuleCopies:
         for part in self._module.modules():
             part.__dict__[_MARK] = _Mark(part, self._copied)
 
-    def follow(self) -> None:
+    def update_copies(self) -> None:
         """Update the copies: shapes, shards and values where the module has them now."""
         by_tensor: dict[int, Tensor] = {}
         for original, copied in self._pairs():
@@ -235,7 +242,7 @@ class ModuleCopies:
             sharding = sharding_of(shape)
             if sharding is not None and _is_whole(of_copy, sharding):
                 _put(copied, by_tensor.setdefault(id(of_copy), _part_of(of_copy, sharding)))
-                keep_in_state(copied.module, {copied.attribute: sharding})
+                register_sharding_hooks(copied.module, {copied.attribute: sharding})
             elif isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _remote_copy(shape, copied)))
             elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
@@ -274,7 +281,11 @@ def _is_whole(of_copy: Tensor, sharding: Sharding) -> bool:
 
 def _part_of(of_copy: Tensor, sharding: Sharding) -> Tensor:
     is_placed = isinstance(of_copy, DTensor)
-    part = local_part(of_copy).detach() if is_placed else sharding.part(of_copy.detach()).clone()
+    part = (
+        local_part(of_copy).detach()
+        if is_placed
+        else sharding.local_shard_of(of_copy.detach()).clone()
+    )
     if isinstance(of_copy, nn.Parameter):
         part = nn.Parameter(part, of_copy.requires_grad)
     set_sharding(part, sharding)
@@ -304,7 +315,7 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
     if any(isinstance(tensor, RemoteTensor) or is_shard(tensor) for tensor in tensors):
         raise RuntimeError(
             f"a copy of the module that averages its weights has only this rank's part of them "
-            f"and cannot run{in_brackets(calling_line())}: exchange "
+            f"and cannot run{in_brackets(running_user_line())}: exchange "
             f"its weights with the module's in on_validation_start and on_validation_end, as "
             f"WeightAveraging does, and call the module; or load its checkpoint after training"
         )

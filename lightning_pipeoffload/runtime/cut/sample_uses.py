@@ -13,7 +13,7 @@ from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, Run
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.cut.writes import Writes
 from lightning_pipeoffload.runtime.shapes import shape_only_leaves
-from lightning_pipeoffload.runtime.users_code import calling_line
+from lightning_pipeoffload.runtime.users_code import running_user_line
 
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
@@ -61,18 +61,18 @@ class SampleObserver(Observer[SampleUses]):
     def record_operation(self, operation: Operation) -> None:
         func, args, _, result, segment = operation
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
-            self._part.class_weights = calling_line()
+            self._part.class_weights = running_user_line()
         # A search for blocks has none.
         if self._trace.point.is_in_block or not segment == len(self._trace.chain) > 0:
             return
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):
             for size in {size for size in shape if shape.count(size) > 1}:
-                self._part.pairs.add((size, calling_line()))
+                self._part.pairs.add((size, running_user_line()))
         record_terms(func, args, result)
 
     def record_weights_of_chunks(self) -> None:
         """Record that a loss in chunks is a mean with class weights."""
-        self._part.class_weights = calling_line()
+        self._part.class_weights = running_user_line()
         self._has_chunks = True
 
     def record_loss(self, loss: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime import leaves_of
-from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
+from lightning_pipeoffload.runtime.cut.call_checks import is_in_autograd_function
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, RecordPart
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, refuse_weight_on_shard
@@ -40,7 +40,7 @@ _NOTHING = SegmentDigest("", 0, "")
 
 
 @dataclass
-class Work(RecordPart):
+class SegmentWork(RecordPart):
     """The work of one microbatch, as a part of a step's record.
 
     Attributes:
@@ -60,7 +60,7 @@ class Work(RecordPart):
     between: SegmentDigest = field(default=_NOTHING, metadata=BY_LENGTHS)
 
     @classmethod
-    def empty(cls, num_segments: int) -> Work:
+    def empty(cls, num_segments: int) -> SegmentWork:
         """Return no work of so many segments."""
         return cls([0] * num_segments, [0] * num_segments, [0] * num_segments)
 
@@ -69,10 +69,10 @@ class Work(RecordPart):
         return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 
 
-class WorkBetween(Observer[Work]):
+class WorkBetween(Observer[SegmentWork]):
     """Finds the digest of the operations outside of the blocks."""
 
-    def __init__(self, trace: RunningTrace, work: Work) -> None:
+    def __init__(self, trace: RunningTrace, work: SegmentWork) -> None:
         super().__init__(trace, work)
         self._hash = _WorkHash(1)
 
@@ -88,10 +88,10 @@ class WorkBetween(Observer[Work]):
             (self._part.between,) = self._hash.digests
 
 
-class WorkObserver(Observer[Work]):
+class WorkObserver(Observer[SegmentWork]):
     """Counts and digests the work of the segments; marks what is computed from weights alone."""
 
-    def __init__(self, trace: RunningTrace, work: Work) -> None:
+    def __init__(self, trace: RunningTrace, work: SegmentWork) -> None:
         super().__init__(trace, work)
         self._hash = _WorkHash(len(work.forward_flops))
         self._training = torch.is_grad_enabled()
@@ -127,7 +127,7 @@ class WorkObserver(Observer[Work]):
         if not any(tensor.requires_grad for tensor in tensors):
             return True
         # The forward of an autograd function runs without gradients, and has a backward.
-        return not (torch.is_grad_enabled() or is_in_function())
+        return not (torch.is_grad_enabled() or is_in_autograd_function())
 
     def _count(
         self, segment: int, flops: int, trains: bool, weights: list[bool], has_backward: bool
@@ -148,7 +148,7 @@ class WorkObserver(Observer[Work]):
         work.weight_flops[segment] += for_weight
 
     @contextmanager
-    def around_chunks(self) -> Iterator[None]:
+    def around_loss_chunks(self) -> Iterator[None]:
         """Count the operations within the context as those of a loss's chunks."""
         self._is_in_chunks = True
         try:
@@ -208,7 +208,7 @@ class _WorkHash:
             for leaf in leaves_of(values):
                 if isinstance(leaf, Tensor):
                     sizes += leaf.shape
-                    form += leaf.dim(), *describe_kind(leaf)
+                    form += leaf.dim(), *tensor_options(leaf)
                 elif type(leaf) is int:
                     sizes.append(leaf)
                     form.append(int)
@@ -238,6 +238,6 @@ class _WorkHash:
         self._factors[segment], self._sizes[segment] = factor, total
 
 
-def describe_kind(tensor: Tensor) -> tuple[Any, ...]:
+def tensor_options(tensor: Tensor) -> tuple[Any, ...]:
     """Return all of a tensor's form but its shape."""
     return str(tensor.dtype), tensor.device.type, tensor.requires_grad

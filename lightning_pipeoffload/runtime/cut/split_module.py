@@ -14,7 +14,7 @@ Contents of a slot (the place of a parameter or buffer in its module), by the me
     hide, in F     shape          shape                      shape; values of buffers that all have
     show, in F     value          shape                      shape
     restore        value          value                      shape
-    detach         value          value                      shape, until a state dict is loaded
+    make_loadable  value          value                      shape, until a state dict is loaded
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.remote_values import ShapesLeftBehind
+from lightning_pipeoffload.runtime.cut.remote_values import RemoteTensorHooks
 from lightning_pipeoffload.runtime.shapes import (
     Awaited,
     GradientChanges,
     RemoteTensor,
     ShapeOnly,
-    forget_state,
     move_weight,
+    sync_layer_quant_state,
 )
 from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
@@ -109,7 +109,7 @@ class SplitModule:
         self.shared_weights: list[SharedWeight] = []
         self.is_split = False
         self._unsaved: dict[str, Tensor] = {}
-        self._absent: ShapesLeftBehind | None = None
+        self._absent: RemoteTensorHooks | None = None
 
     def assign(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
         """Set the stages that own each parameter and buffer; again when a step uses more."""
@@ -118,7 +118,7 @@ class SplitModule:
         self._stand_ins: list[tuple[RemoteTensor, Slot]] = []
         everyone = frozenset().union(*owners.values())
         self._common = {name for name, stages in owners.items() if stages == everyone}
-        glue = [slot for slot in slots if self._chain.index_of(slot.name) is None]
+        glue = [slot for slot in slots if self._chain.enclosing_block(slot.name) is None]
         with_hidden = {id(slot.module) for slot in glue if not self._is_common_buffer(slot)}
         glue = [slot for slot in glue if id(slot.module) in with_hidden]
         self._blocks: dict[tuple[str, ...], tuple[_View, _View]] = {}
@@ -131,7 +131,7 @@ class SplitModule:
         }
         self._shown: list[tuple[_Hidden, Slot]] = []
         self._views = {stage: self._view_of(stage, glue) for stage in self.local_stages}
-        self.shared_weights = self._on_several_stages()
+        self.shared_weights = self._find_shared_weights()
         self.restore()  # what is put into a slot from now on is in this view
 
     # In a step
@@ -178,7 +178,7 @@ class SplitModule:
     # What this rank has
 
     @property
-    def are_in_module(self) -> bool:
+    def has_same_layers(self) -> bool:
         """Whether the module has the same layers still: none was replaced, added or removed."""
         return _layers_of(find_slots(self._module)) == _layers_of(self.slots)
 
@@ -210,7 +210,7 @@ class SplitModule:
             value = shown.setdefault(id(slot.tensor), self._placeholder(slot, global_ranks))
             slot.put(value)
             if isinstance(value, RemoteTensor):
-                forget_state(slot)
+                sync_layer_quant_state(slot)
                 value.share_changes(changes)
         self.assign(self.owners, self.slots)
 
@@ -219,17 +219,17 @@ class SplitModule:
         is_unsaved = slot.attribute in slot.module._non_persistent_buffers_set
         return is_unsaved and not self.is_local(slot.name)
 
-    def detach(self) -> None:
+    def make_loadable(self) -> None:
         """Make the module loadable again, once the pipeline has ended.
 
         A forward raises an error until ``load_state_dict`` has replaced the shape-only tensors of
         other ranks with real ones.
         """
         if self.is_split and self._absent is None:
-            self._absent = ShapesLeftBehind(self._module, self._unsaved)
+            self._absent = RemoteTensorHooks(self._module, self._unsaved)
 
-    def attach(self) -> None:
-        """Undo :meth:`detach`: a pipeline uses the module again, with shape-only tensors."""
+    def restore_shapes(self) -> None:
+        """Undo :meth:`make_loadable`: a pipeline uses the module again, with shape-only tensors."""
         if self._absent is not None:
             self._absent.restore_shapes()
             self._absent = None
@@ -314,7 +314,7 @@ class SplitModule:
     def _owner_of_slot(self, name: str) -> int:
         return self.stage_ranks[max(self.owners[name])]
 
-    def owner_of_all(self, names: Iterable[str]) -> int | None:
+    def rank_with_all(self, names: Iterable[str]) -> int | None:
         """Return a rank that has the values of several parameters and buffers; None: none has."""
         common = [frozenset(self.stage_ranks[s] for s in self.owners[name]) for name in names]
         return max(frozenset.intersection(*common), default=None) if common else None
@@ -327,7 +327,7 @@ class SplitModule:
         """Return the stages that own a parameter or buffer, by any of its names."""
         return frozenset().union(*(self.owners[alias] for alias in self.aliases(name)))
 
-    def _on_several_stages(self) -> list[SharedWeight]:
+    def _find_shared_weights(self) -> list[SharedWeight]:
         weights = (
             SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owners_of(name))))
             for name, tensor in self.canonical_parameters().items()

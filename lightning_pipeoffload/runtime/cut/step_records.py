@@ -23,13 +23,20 @@ from lightning_pipeoffload.runtime import BlockOutput, has_drawn_since, mix_seed
 from lightning_pipeoffload.runtime.batch import batch_leaves, shape_signature
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
-from lightning_pipeoffload.runtime.cut.block_classes import find_repeated, outputs_that_suffice
+from lightning_pipeoffload.runtime.cut.block_classes import (
+    find_skippable_blocks,
+    outputs_without_side_effects,
+)
 from lightning_pipeoffload.runtime.cut.call_checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
-from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.cut.record import RecordedCall, StepRecord
 from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
-from lightning_pipeoffload.runtime.cut.trace import AssumedValueError, LongWriteError, StepTrace
+from lightning_pipeoffload.runtime.cut.trace import (
+    AssumedValueError,
+    LongContainerWriteError,
+    StepTrace,
+)
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
@@ -42,7 +49,7 @@ from lightning_pipeoffload.runtime.shapes import (
 from lightning_pipeoffload.runtime.users_code import (
     TRACE,
     Attribute,
-    Generators,
+    RandomGenerators,
     UsersStep,
     copy_batch,
     fingerprint_batch,
@@ -63,7 +70,7 @@ _DRAWN = (
     "set layerdrop=0, or call each block and choose, x = torch.where(keeps, block(x), x)"
 )
 
-_Log = list[LoggedValue]
+_Log = list[RecordedCall]
 _Flags = tuple[AssumedValues, AssumedValues]
 
 
@@ -93,7 +100,7 @@ class StepRecords:
         self._before_trace = before_trace
         self._compared: set[Any] = set()
         self._written_long: set[Attribute] = set()
-        self.generators = Generators(module)
+        self.generators = RandomGenerators(module)
         self._orders: dict[Any, CallOrder] = {}  # of kinds of steps that call blocks again
         self._sized_in: dict[Any, tuple[int, CallOrder]] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
@@ -125,31 +132,31 @@ class StepRecords:
                 CallsError where it might be cut at other blocks.
         """
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
-        key = shapes, self._find_answers(shapes, part)
+        key = shapes, self._find_flag_values(shapes, part)
         if key not in self._sized_in:
             earlier = self._find_known(key, ()) or self._derive(shapes, part, step, seed)
             if earlier is not None:
                 return earlier
         self._before_trace()
         trial = self._trial(part, step, seed)
-        sizes = self._find_sizes(key, trial)
+        sizes = self._trace_sizes(key, trial)
         earlier = self._find_known(key, sizes)
         if earlier is not None:
             return earlier
         # A length that the step treats differently tells nothing about others.
         is_apart = shapes in self._underivable
         record = self._trace(shapes[:2], trial)
-        key = shapes, record.flags.answers
+        key = shapes, record.flags.flag_values
         if self._num_stages > 1 and record.sizes.until is not None and key not in self._sized_in:
             self._sized_in[key] = record.sizes.until, record.calls
             sizes = record.sizes.values
         record.writes.changes_batch = trial.changes_batch
         record.draws.outside_torch = trial.draws_outside_torch
-        self._keep(key, sizes, record)
+        self._cache_record(key, sizes, record)
         self._compared.add(shapes[:2])
         if self._derives and not is_apart:
             families = self._families.setdefault(shapes[:-1], {})
-            families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
+            families.setdefault(record.flags.flag_values, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
             self._record_training(record)
         return record
@@ -163,14 +170,14 @@ class StepRecords:
     def _derive(self, shapes: Any, part: Any, step: UsersStep, seed: int) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""
         families = {} if shapes in self._underivable else self._families.get(shapes[:-1], {})
-        for answers, family in families.items():
+        for flag_values, family in families.items():
             record = family.derive(shapes[-1])
-            if record is None or not record.flags.agree(_tensors_of(part)):
+            if record is None or not record.flags.match_batch(_tensors_of(part)):
                 continue
-            key = shapes, answers
+            key = shapes, flag_values
             if key in self._confirmed or self._is_confirmed(record, part, step, seed):
                 self._confirmed.add(key)
-                self._keep(key, (), record)
+                self._cache_record(key, (), record)
                 return record
             self._underivable.add(shapes)
         return None
@@ -179,16 +186,16 @@ class StepRecords:
         """Whether the code between the blocks makes the operations that a derived record has."""
         self._before_trace()
         trace = StepTrace(*self._traced, observes=False, calls=record.calls)
-        trace.outputs = outputs_that_suffice(record)
+        trace.outputs = outputs_without_side_effects(record)
         # An error here occurs again in the whole trace, which explains it.
-        with suppress(ValueNeededError, Exception), trace.running():
+        with suppress(ValueNeededError, Exception), trace.tracing():
             self._trial(part, step, seed)()
         return trace.record.work.between == record.work.between
 
-    def _keep(self, key: Any, sizes: Any, record: StepRecord) -> None:
+    def _cache_record(self, key: Any, sizes: Any, record: StepRecord) -> None:
         record.freeze()
-        shapes, answers = key
-        self._flags.setdefault(shapes, {})[answers] = record.flags
+        shapes, flag_values = key
+        self._flags.setdefault(shapes, {})[flag_values] = record.flags
         if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
             self.record_run(record)
         self.by_key[key, sizes] = record
@@ -201,8 +208,8 @@ class StepRecords:
 
     def _drop_oldest(self) -> None:
         key, record = self.by_key.popitem(last=False)
-        (shapes, answers), _ = key
-        self._flags[shapes].pop(answers, None)
+        (shapes, flag_values), _ = key
+        self._flags[shapes].pop(flag_values, None)
         has_run = record in self._running
         if has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
@@ -215,16 +222,16 @@ class StepRecords:
         """Return whether microbatches of a record's shapes have run since the module was cut."""
         return record in self._running
 
-    def in_slices(self, record: StepRecord, num_slices: int) -> list[StepRecord]:
+    def slice_records(self, record: StepRecord, num_slices: int) -> list[StepRecord]:
         """Return a record for each of so many slices of the sequence; none for one."""
         if num_slices == 1:
             return []
         of_slices = self._of_slices.get(record, [])
         if len(of_slices) != num_slices:
-            of_slices = self._of_slices[record] = record.in_slices(num_slices)
+            of_slices = self._of_slices[record] = record.slice_records(num_slices)
         return of_slices
 
-    def with_sequence(
+    def add_sequence_dims(
         self, record: StepRecord, part: Any, step: UsersStep, seed: int
     ) -> StepRecord:
         """Replace a record by one with the sequence dimensions of blocks' arguments and outputs.
@@ -250,22 +257,22 @@ class StepRecords:
                 family.replace(record, complete)
         return complete
 
-    def propose(self, part: Any, step: UsersStep, seed: int) -> str:
+    def propose_blocks(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return the end of an error that names other blocks at which a step could be cut."""
         if not torch.is_grad_enabled():  # an evaluation runs as a whole then
             return ""
-        if self._draws_calls(part, step, seed):
+        if self._calls_blocks_at_random(part, step, seed):
             return _DRAWN
         trial = self._trial(part, step, seed)
-        proposal = self._trial_cuts(trial).propose(self._chain, self._num_stages)
+        proposal = self._trial_cuts(trial).propose_blocks(self._chain, self._num_stages)
         return f"; it could be cut with {proposal}" if proposal else ""
 
-    def _draws_calls(self, part: Any, step: UsersStep, seed: int) -> bool:
+    def _calls_blocks_at_random(self, part: Any, step: UsersStep, seed: int) -> bool:
         """Return whether which blocks a step calls depends on random numbers."""
         self._chain.release()
         try:
             trials = (self._trial(part, step, mix_seed(seed, n)) for n in range(_NUM_DRAWS))
-            orders = {self._trial_cuts(each).order_of(self._chain).blocks for each in trials}
+            orders = {self._trial_cuts(each).find_call_order(self._chain).blocks for each in trials}
         finally:
             self._chain.intercept()
         return len(orders) > 1
@@ -282,23 +289,23 @@ class StepRecords:
         module, _, device, kernels = self._traced
         return TrialCuts(module, device, kernels, trial)
 
-    def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
+    def _find_flag_values(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
         """Return the booleans that the step reads from a microbatch; None if they are new."""
         leaves = None
-        for answers, flags in self._flags.get(shapes, {}).items():
+        for flag_values, flags in self._flags.get(shapes, {}).items():
             if flags.calls and leaves is None:
                 leaves = _tensors_of(part)
-            if not flags.calls or flags.agree(leaves or ()):
-                return answers
+            if not flags.calls or flags.match_batch(leaves or ()):
+                return flag_values
         return None
 
-    def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+    def _trace_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:
             return ()
         until, calls = self._sized_in[key]
         beginning = StepTrace(*self._traced, until=until, calls=calls)
         # An error here occurs again in the whole trace, which explains it.
-        with beginning.running(), suppress(StageExit, ValueNeededError, Exception):
+        with beginning.tracing(), suppress(StageExit, ValueNeededError, Exception):
             call()
         return beginning.sizes_before(until)
 
@@ -323,8 +330,8 @@ class StepRecords:
             return self._trace_in_order(call, is_first, CallOrder.each_block_once(len(self._chain)))
         except OrderError as error:
             unexpected = error
-        calls = self._trial_cuts(call).order_of(self._chain)
-        if calls.is_once or not calls.can_be_cut:
+        calls = self._trial_cuts(call).find_call_order(self._chain)
+        if calls.is_sequential or not calls.can_be_cut:
             raise unexpected
         try:
             record = self._trace_in_order(call, is_first, calls)
@@ -343,12 +350,12 @@ class StepRecords:
         for assumed in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                record = self._record(call, log, assumed, calls)
+                record = self._trace_with_retries(call, log, assumed, calls)
             except AssumedValueError as failed:
                 error = error or failed
                 continue
             if log is not None:
-                outputs = find_repeated(self._chain, record)
+                outputs = find_skippable_blocks(self._chain, record)
                 repeat = partial(self._repeat, call, assumed, calls, outputs)
                 record = replace(record, unrepeatable=self._compare_runs(log, repeat))
             error = None  # its frames hold the batch, and this one it
@@ -356,7 +363,7 @@ class StepRecords:
         assert error is not None
         raise self._explain(error) from None
 
-    def _record(
+    def _trace_with_retries(
         self, call: _Trial, log: _Log | None, assumed: _Flags, calls: CallOrder
     ) -> StepRecord:
         compared = self._written_long
@@ -364,15 +371,15 @@ class StepRecords:
         call.trace = trace
         try:
             return trace.trace(call)
-        except LongWriteError as error:
+        except LongContainerWriteError as error:
             self._written_long |= error.written
         except KernelFoundError:
             pass
         if log is not None:
             log.clear()
-        return self._record(call, log, assumed, calls)
+        return self._trace_with_retries(call, log, assumed, calls)
 
-    def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> LoggedValue | None:
+    def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> RecordedCall | None:
         """Return the first value that differs in another run."""
         before = record_globals(self._module)
         again = repeat()
@@ -391,7 +398,7 @@ class StepRecords:
         log: _Log = []
         trace = StepTrace(*self._traced, log, assumed, observes=False, calls=calls)
         trace.outputs = outputs
-        with trace.running():
+        with trace.tracing():
             try:
                 call()
             except ValueNeededError:
@@ -436,13 +443,13 @@ class StepRecords:
 
 def _is_within(key: Any, other: Any) -> bool:
     """Whether keys agree and no length of the first exceeds that of the other."""
-    ((*kind, lengths), answers), sizes = key
+    ((*kind, lengths), flag_values), sizes = key
     ((*other_kind, limits), other_answers), other_sizes = other
-    agree = (kind, answers, sizes) == (other_kind, other_answers, other_sizes)
+    agree = (kind, flag_values, sizes) == (other_kind, other_answers, other_sizes)
     return agree and all(map(int.__le__, lengths, limits))
 
 
-def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:
+def _first_difference(before: Sequence[RecordedCall], after: _Log) -> RecordedCall | None:
     """Return the first call that differs between two runs; None if all are the same."""
     for old, new in zip(before, after, strict=False):
         is_same = old.name == new.name and old.arguments == new.arguments
@@ -464,7 +471,7 @@ class _Trial:
     Sizes may depend on random numbers.
     """
 
-    def __init__(self, step: UsersStep, part: Any, seed: int, generators: Generators) -> None:
+    def __init__(self, step: UsersStep, part: Any, seed: int, generators: RandomGenerators) -> None:
         self._step, self._part = step, part
         self._seed = seed
         self._generators = generators

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.shapes import (
     OF_SHARD,
     ShapeOnly,
-    carry_quantization,
-    memory_of,
+    quantize_stand_in,
     sharding_of,
+    storage_key,
 )
 from lightning_pipeoffload.runtime.users_code import Slot
 
@@ -50,23 +50,23 @@ class StrippedModule:
             if sharding_of(like) is not None:  # of a layer that tensor ranks share
                 origins, self.has_shards = origins | OF_SHARD, True
             stand_in = ShapeOnly(meta, self._device, origins, trains)
-            carry_quantization(stand_in, slot)
+            quantize_stand_in(stand_in, slot)
             slot.put(stand_in)
             if slot.kind == "_parameters":
                 stand_in.is_weight = True  # type: ignore[attr-defined]
                 self._weights[id(stand_in)] = slot.name
-                self._weight_names[memory_of(stand_in)] = slot.name
+                self._weight_names[storage_key(stand_in)] = slot.name
 
     def _copy_buffer(self, slot: Slot, value: Tensor) -> None:
         device = torch.device("meta") if value.is_meta else self._device
         copied = value.detach().to(device, copy=True)
         slot.put(copied)
         self.buffers.append((slot, copied, value))
-        self._buffer_names[memory_of(copied)] = slot.name
+        self._buffer_names[storage_key(copied)] = slot.name
 
     def buffer_name(self, tensor: Tensor) -> str | None:
         """Return the name of the buffer that shares memory with a tensor; None if none does."""
-        return self._buffer_names.get(memory_of(tensor))
+        return self._buffer_names.get(storage_key(tensor))
 
     def weight_name(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter that a tensor replaces; None if there is none."""
@@ -76,7 +76,7 @@ class StrippedModule:
         """Return the name of the parameter that has a memory; None if none has."""
         return self._weight_names.get(memory)
 
-    def replace_weight(self, owner: nn.Module, attribute: str, new: Any) -> str | None:
+    def record_assigned_weight(self, owner: nn.Module, attribute: str, new: Any) -> str | None:
         """Record that a parameter is assigned; return its name if it replaces another one."""
         name = self._names.get((id(owner), attribute))
         if name is not None:

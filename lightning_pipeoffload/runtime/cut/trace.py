@@ -25,12 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime import IN_FORCE, BlockOutput, leaves_of, without_collection
+from lightning_pipeoffload.runtime import (
+    IN_FORCE,
+    BlockOutput,
+    leaves_of,
+    without_garbage_collection,
+)
 from lightning_pipeoffload.runtime.batch import sample_counts
-from lightning_pipeoffload.runtime.compiled import uncompiled
+from lightning_pipeoffload.runtime.compiled import force_eager
 from lightning_pipeoffload.runtime.cut.batch_sizes import SizeObserver
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentObserver
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running
+from lightning_pipeoffload.runtime.cut.block_chain import ActiveStepRun, BlockChain
 from lightning_pipeoffload.runtime.cut.call_checks import (
     CallChecks,
     CallsError,
@@ -43,11 +48,11 @@ from lightning_pipeoffload.runtime.cut.checks import describe_argument_write, lo
 from lightning_pipeoffload.runtime.cut.device_reads import ReadObserver
 from lightning_pipeoffload.runtime.cut.draws import DrawObserver
 from lightning_pipeoffload.runtime.cut.module_hooks import HookObserver
-from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, methods_for
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, overriding_methods
 from lightning_pipeoffload.runtime.cut.own_backwards import BackwardObserver
-from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.cut.record import RecordedCall, StepRecord
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleObserver
-from lightning_pipeoffload.runtime.cut.segment_work import Work, WorkBetween, WorkObserver
+from lightning_pipeoffload.runtime.cut.segment_work import SegmentWork, WorkBetween, WorkObserver
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.cut.writes import WriteObserver
@@ -67,14 +72,14 @@ from lightning_pipeoffload.runtime.shapes import (
 from lightning_pipeoffload.runtime.users_code import (
     Attribute,
     StepPoint,
-    calling_line,
     find_slots,
     in_brackets,
     refusing_iterators,
-    unchanged,
+    restoring_attributes,
+    running_user_line,
     users_line,
 )
-from lightning_pipeoffload.runtime.weight_grad import AroundChunks
+from lightning_pipeoffload.runtime.weight_grad import ChunkCallbacks
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_ASSUMED_TO_FIND_BLOCKS = {False: 8, True: 16}  # of an evaluation, of training
@@ -111,7 +116,7 @@ class StepTrace:
         chain: BlockChain,
         device: torch.device,
         kernels: KernelsOnZeros | None = None,
-        log: list[LoggedValue] | None = None,
+        log: list[RecordedCall] | None = None,
         assumed: tuple[AssumedValues, AssumedValues] = (EVERYTHING, NO_ALARM),
         observes: bool = True,
         until: int | None = None,
@@ -125,7 +130,7 @@ class StepTrace:
         self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._assumed, self._assumed_after = assumed
         self._observes = observes
-        self.record = record = StepRecord(self.calls, work=Work.empty(len(chain) + 1))
+        self.record = record = StepRecord(self.calls, work=SegmentWork.empty(len(chain) + 1))
         self._values = ValueTrace(chain, self.record, self._record_function, log)
         self.stripped = StrippedModule(device)
         self._checks = CallChecks(chain, self.calls)
@@ -147,9 +152,9 @@ class StepTrace:
                 DrawObserver(self, record.draws),
                 BackwardObserver(self, record.backwards),
             ]
-        self._on_function = methods_for(Observer.record_function, self._observers)
-        self._on_operation = methods_for(Observer.record_operation, self._observers)
-        self._on_any_operation = methods_for(Observer.record_below_autograd, self._observers)
+        self._on_function = overriding_methods(Observer.record_function, self._observers)
+        self._on_operation = overriding_methods(Observer.record_operation, self._observers)
+        self._on_any_operation = overriding_methods(Observer.record_below_autograd, self._observers)
         self._training = torch.is_grad_enabled()
         self.is_in_call = self._is_in_block = False
         self._num_in_block = 0
@@ -191,20 +196,20 @@ class StepTrace:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
             AssumedValueError: The step failed after a value was made up.
             KernelFoundError: A kernel asked for an address; the step has to be traced again.
-            LongWriteError: The step wrote long containers in place; it has to be traced again, with
-                these attributes in ``compared``.
+            LongContainerWriteError: The step wrote long containers in place; it has to be traced
+                again, with these attributes in ``compared``.
         """
         found: dict[str, Any] = {}
         try:
-            with self.running():
+            with self.tracing():
                 try:
                     result = run()
                     found["result_counts"] = sample_counts(result)
                     found |= self._record_loss(result)
                 except (ValueNeededError, Exception) as error:
-                    if self._kernels.add_from(error, self.chain.blocks):
+                    if self._kernels.register_from_error(error, self.chain.blocks):
                         raise KernelFoundError from error
-                    self._end_early(self._kernels.explain(error))
+                    self._accept_or_raise(self._kernels.explain(error))
                     found["is_certain"] = False
                 self._finish()
             self._checks.check_complete(self.num_calls)
@@ -217,13 +222,13 @@ class StepTrace:
             if isinstance(error, AssumedValueError) or not self.record.assumed:
                 raise
             raise AssumedValueError(error, self.record, self._is_in_block) from error
-        if self._writes.long_writes:
-            raise LongWriteError(self._writes.long_writes)
+        if self._writes.long_container_writes:
+            raise LongContainerWriteError(self._writes.long_container_writes)
         if self.num_assumed:
             found["is_certain"] = False
         return replace(self.record, **found)
 
-    def _end_early(self, error: BaseException) -> None:
+    def _accept_or_raise(self, error: BaseException) -> None:
         """Accept a step that has failed after the blocks where it lacks values; else raise."""
         if not isinstance(error, ValueNeededError):
             if _FUNCTIONAL in str(error):
@@ -239,7 +244,7 @@ class StepTrace:
             raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
         elif self.segment < len(self.chain):  # other blocks may enclose the line
             raise CallsError(_explain(error, self.chain, self.segment)) from None
-        unused = self._values.unused_blocks()
+        unused = self._values.blocks_with_escaped_tensors()
         if unused:
             block, (first, *_) = self.chain.block_name(min(unused)), (str(error) + "\n").split("\n")
             refusal = ValueError(
@@ -251,32 +256,34 @@ class StepTrace:
             raise AssumedValueError(refusal, self.record, is_in_block=False)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         """Prepare a context for the step; restore the module, its buffers and all generators."""
         module = self.module
         with ExitStack() as stack:
-            stack.enter_context(without_collection())
+            stack.enter_context(without_garbage_collection())
             stack.enter_context(_same_grad_mode())
             stack.enter_context(_without_cached_casts())
-            stack.enter_context(self._kernels.in_use(self._record_kernel))
-            changed = stack.enter_context(unchanged(module))
-            stack.enter_context(uncompiled())
+            stack.enter_context(self._kernels.running_on_zeros(self._record_kernel))
+            changed = stack.enter_context(restoring_attributes(module))
+            stack.enter_context(force_eager())
             stack.enter_context(recording_shards())
             stack.enter_context(refusing_iterators(module))
             slots = find_slots(module)
             self.stripped.strip(slots)
             mark_slots(slots, self.chain)
-            stack.enter_context(Running(self.chain, self))
+            stack.enter_context(ActiveStepRun(self.chain, self))
             stack.enter_context(self._writes.recording_saved())
             for observer in self._observers:
                 stack.enter_context(observer.recording())
-            stack.enter_context(IN_FORCE.during(StepRules(self._observe, self._assume, self._drop)))
-            chunks = AroundChunks(self.around_chunks, self._samples.record_weights_of_chunks)
+            stack.enter_context(
+                IN_FORCE.during(StepRules(self._observe, self._assume, self._drops_write))
+            )
+            chunks = ChunkCallbacks(self.around_loss_chunks, self._samples.record_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
             stack.enter_context(_Operations(self._run_operation))
             yield
-        self._writes.record_restored(changed)
+        self._writes.record_in_place_changes(changed)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on shape-only arguments, and return its shape-only output.
@@ -368,15 +375,15 @@ class StepTrace:
             self.record.segments[name].add(segment)
         return frozenset()
 
-    def around_chunks(self) -> AbstractContextManager[Any]:
+    def around_loss_chunks(self) -> AbstractContextManager[Any]:
         """Return a context for the chunks of a loss."""
-        return self._work.around_chunks()
+        return self._work.around_loss_chunks()
 
     def _assume(self) -> AssumedValues | None:
         """Make up values inside a block or after the blocks, where stages have real values."""
         if self._is_in_block and self._num_in_block < _MOST_ASSUMED:
             self._num_in_block += 1
-            self.record.assumed.setdefault(self.segment, calling_line())
+            self.record.assumed.setdefault(self.segment, running_user_line())
             return self._assumed
         most = _MOST_ASSUMED
         if not len(self.chain):  # to record calls a few values are enough: a step may write text
@@ -386,7 +393,7 @@ class StepTrace:
         self.num_assumed += 1
         return self._assumed_after
 
-    def _drop(self, written: Tensor) -> bool:
+    def _drops_write(self, written: Tensor) -> bool:
         """Return whether a write of a missing value into a real tensor is dropped, not refused."""
         name = self.stripped.buffer_name(written)
         if name is not None:
@@ -414,20 +421,20 @@ class StepTrace:
         named = [(self.stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
         uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
         # An expert without rows gets no gradient.
-        trained = {n for n in uses if self.chain.index_of(n) not in self.record.assumed}
+        trained = {n for n in uses if self.chain.enclosing_block(n) not in self.record.assumed}
         return {"weight_uses": uses, "trained": trained}
 
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         opened, hooked = self.record.opened, self._hook_observer.hooked
-        opened.update(self._writes.filling)
+        opened.update(self._writes.blocks_filling_arguments)
         if opened & hooked:  # a list that hooks fill has an entry of each of their blocks
             opened.update(hooked)
         for observer in self._observers:
             observer.finish()
 
 
-class LongWriteError(Exception):
+class LongContainerWriteError(Exception):
     """A step has changed long containers in place; the line is not recorded."""
 
     def __init__(self, written: set[Attribute]) -> None:

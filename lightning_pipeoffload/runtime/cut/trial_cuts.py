@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torchs
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_of_calls
-from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_from_names
+from lightning_pipeoffload.runtime.cut.call_checks import is_in_autograd_function
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
-from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
+from lightning_pipeoffload.runtime.cut.called_blocks import (
+    CalledChains,
+    ModuleCall,
+    format_blocks_argument,
+)
+from lightning_pipeoffload.runtime.cut.trace import LongContainerWriteError, StepTrace
 from lightning_pipeoffload.runtime.shapes import KernelFoundError, KernelsOnZeros
 
 _MOST_TRIALS = 6
@@ -53,7 +57,7 @@ class TrialCuts:
             candidates += [names for names in chains.best_first() if chains.holds_most(names)]
         return [names for index, names in enumerate(candidates) if names not in candidates[:index]]
 
-    def propose(self, chain: BlockChain, num_stages: int) -> str:
+    def propose_blocks(self, chain: BlockChain, num_stages: int) -> str:
         """Return the ``blocks=...`` argument with which a trial trace of the step succeeds.
 
         "" if there is none.
@@ -69,12 +73,12 @@ class TrialCuts:
             proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
             for names in islice(proposals, _MOST_TRIALS):
                 if self._can_cut(names):
-                    return as_argument(self._module, names)
+                    return format_blocks_argument(self._module, names)
             return ""
         finally:
             chain.intercept()
 
-    def order_of(self, chain: BlockChain) -> CallOrder:
+    def find_call_order(self, chain: BlockChain) -> CallOrder:
         """Return the order in which the step calls the blocks of a chain."""
         made = self._record_calls()
         begun = [(c.begin, i) for i, block in enumerate(chain.blocks) for c in made.calls_of(block)]
@@ -87,7 +91,7 @@ class TrialCuts:
         return calls
 
     def _can_cut(self, names: Sequence[str]) -> bool:
-        chain = chain_of_calls(self._module, names)
+        chain = chain_from_names(self._module, names)
         chain.intercept()
         try:
             self._trace(chain)
@@ -106,7 +110,7 @@ class TrialCuts:
             trace = StepTrace(self._module, chain, self._device, self._kernels)
             try:
                 # What a whole step has written into long containers does not matter here.
-                with recording(trace), suppress(LongWriteError):
+                with recording(trace), suppress(LongContainerWriteError):
                     trace.trace(self._call)
             except KernelFoundError:
                 continue
@@ -124,7 +128,7 @@ class _ModuleCalls:
     def recording(self, trace: StepTrace) -> Iterator[None]:
         """Record the calls of a trace within the context; forget those of earlier traces."""
         self._trace = trace
-        self._calls: dict[str, list[Call]] = {}
+        self._calls: dict[str, list[ModuleCall]] = {}
         self._in_functions: set[str] = set()  # which cannot be cut
         self._begun: list[tuple[nn.Module, int, int, int]] = []
         self._count = 0
@@ -137,20 +141,20 @@ class _ModuleCalls:
         """All operations of the trace."""
         return self._trace.record.work.forward_flops[0]
 
-    def calls_of(self, part: nn.Module) -> list[Call]:
+    def calls_of(self, part: nn.Module) -> list[ModuleCall]:
         """Return the calls of a module, which may have several names."""
         return self._calls.get(self._names[part], [])
 
-    def single_calls(self) -> dict[str, Call]:
+    def single_calls(self) -> dict[str, ModuleCall]:
         """Return the calls of modules that are called once."""
         return {
             name: call for name, call in self.all_calls().items() if len(self._calls[name]) == 1
         }
 
-    def all_calls(self) -> dict[str, Call]:
+    def all_calls(self) -> dict[str, ModuleCall]:
         """Return the first call of each module, with the work of all its calls."""
         return {
-            name: Call(
+            name: ModuleCall(
                 calls[0].begin,
                 calls[0].end,
                 sum(call.work for call in calls),
@@ -177,9 +181,9 @@ class _ModuleCalls:
         if part in self._names:
             name = self._names[part]
             has_graph = torch.is_grad_enabled()
-            call = Call(begin, self._count, now[0] - work, now[1] > reads, has_graph)
+            call = ModuleCall(begin, self._count, now[0] - work, now[1] > reads, has_graph)
             self._calls.setdefault(name, []).append(call)
-            if self._trains and is_in_function():
+            if self._trains and is_in_autograd_function():
                 self._in_functions.add(name)
 
     def _seen(self) -> tuple[int, int]:

@@ -30,9 +30,9 @@ from lightning_pipeoffload.runtime import (
 )
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_checks import CallsError
-from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, CarriedValue, Port
-from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
-from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue, FunctionCounter, Port
+from lightning_pipeoffload.runtime.cut.own_backwards import UserBackwards
+from lightning_pipeoffload.runtime.cut.record import RecordedCall, StepRecord
 from lightning_pipeoffload.runtime.shapes import (
     OF_SHARD,
     ShapeOnly,
@@ -40,7 +40,7 @@ from lightning_pipeoffload.runtime.shapes import (
     shape_only_leaves,
     written_arguments,
 )
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 from lightning_pipeoffload.runtime.weight_grad import uses_in
 
 _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
@@ -58,11 +58,11 @@ class _Source:
     is_output: bool = False  # passed to the next position
 
     @property
-    def last_position_before(self) -> int:
+    def maker_position(self) -> int:
         return self.position - self.is_output
 
 
-class ValueTrace(CallCounter):
+class ValueTrace(FunctionCounter):
     """Records which shape-only tensors are used in another segment than the one that made them.
 
     A block gets and returns aliases, other objects than the step has outside of it. So a value that
@@ -82,7 +82,7 @@ class ValueTrace(CallCounter):
         chain: BlockChain,
         record: StepRecord,
         before_function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None],
-        log: list[LoggedValue] | None = None,
+        log: list[RecordedCall] | None = None,
     ) -> None:
         super().__init__()
         self._record = record
@@ -96,14 +96,18 @@ class ValueTrace(CallCounter):
         self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
         self._carried_values: dict[Port | _Source, CarriedValue] = {}
         self._reach = LossGraph()
-        self._reach.begin(0)
+        self._reach.set_position(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._output_edges: list[list[_Edge | None]] = []
 
     @property
     def position(self) -> int:
         """The position of the running block, or the least position of the code that runs."""
-        return self._calls.least[self.segment] if self._running is None else self._block
+        return (
+            self._calls.least_remaining_positions[self.segment]
+            if self._running is None
+            else self._block
+        )
 
     @property
     def _block(self) -> int:
@@ -114,7 +118,9 @@ class ValueTrace(CallCounter):
     def is_between_repeated(self) -> bool:
         """Whether code between repeated calls of blocks runs: its operands decide its position."""
         return (
-            self._running is None and not self._calls.is_once and self.position < len(self._chain)
+            self._running is None
+            and not self._calls.is_sequential
+            and self.position < len(self._chain)
         )
 
     def position_of(self, tensors: Iterable[Any]) -> int:
@@ -138,7 +144,9 @@ class ValueTrace(CallCounter):
             ]
             with _disable_current_modes():  # which would take these reads for the step's
                 results = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self._log.append(LoggedValue(self.position, name, inputs, results, calling_line()))
+            self._log.append(
+                RecordedCall(self.position, name, inputs, results, running_user_line())
+            )
 
     def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
@@ -148,8 +156,8 @@ class ValueTrace(CallCounter):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in arg_ids):
-                self._name(leaf, Port(self.segment, call, place), args)
-        self._record_training((args, result))
+                self._assign_port(leaf, Port(self.segment, call, place), args)
+        self._set_trains_from((args, result))
         return result
 
     def weights_of(self, tensor: Any) -> frozenset[str]:
@@ -174,11 +182,11 @@ class ValueTrace(CallCounter):
         then the operation has the position of the code that uses its result.
         """
         tensors = list(_with_source(args))
-        if not (weights or self._calls.is_once):
-            self._reach.assign(tensors)
+        if not (weights or self._calls.is_sequential):
+            self._reach.assign_position(tensors)
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors if not weights else ():
-            self.use(tensor, position)
+            self.record_use(tensor, position)
         for leaf in shape_only_leaves(result):
             if weights:
                 leaf.weights = weights  # type: ignore[attr-defined]
@@ -197,19 +205,19 @@ class ValueTrace(CallCounter):
         """Refuse a write that the stage of the written value cannot make."""
         if any(value.source.position < position for value in _with_source([*written])):
             raise CallsError(
-                f"the step writes in place{in_brackets(calling_line())} into what stages before "
-                f"{self._chain.block_name(min(position, len(self._chain) - 1))} have, and calls "
-                f"{self._chain.block_name(self.position)} again: compute a new tensor instead "
-                f"(x = x + y for x += y)"
+                f"the step writes in place{in_brackets(running_user_line())} into what stages "
+                f"before {self._chain.block_name(min(position, len(self._chain) - 1))} have, and "
+                f"calls {self._chain.block_name(self.position)} again: compute a new tensor "
+                f"instead (x = x + y for x += y)"
             )
 
     def enter_block(self, index: int, arguments: Any) -> Any:
         """Return aliases of the arguments, for the block."""
         self._running = self.segment
-        self._reach.begin(index)
+        self._reach.set_position(index)
         name = self._chain.block_name(index)
-        if not self._calls.is_once:
-            self._lines[index] = calling_line()
+        if not self._calls.is_sequential:
+            self._lines[index] = running_user_line()
 
         def alias(leaf: Any) -> Any:
             refuse_dtensor(leaf, name, "gets")
@@ -218,9 +226,9 @@ class ValueTrace(CallCounter):
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
                 return leaf
             if leaf.source.position <= index:  # else it may be in a list, and unused
-                self.use(leaf, index)
-            if not self._calls.is_once:
-                self._reach.assign((leaf,))
+                self.record_use(leaf, index)
+            if not self._calls.is_sequential:
+                self._reach.assign_position((leaf,))
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
             _set_source(inner, leaf.source, self._running, leaf.lineage[1:])  # type: ignore[attr-defined]
@@ -246,7 +254,7 @@ class ValueTrace(CallCounter):
             refuse_dtensor(leaf, name, "returns")
             place += 1
             if hasattr(leaf, "source"):
-                self.use(leaf, index)
+                self.record_use(leaf, index)
             # A tensor with a value is in the graph if shapes were written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
             outer: Any = (
@@ -261,18 +269,18 @@ class ValueTrace(CallCounter):
             return outer
 
         with self.paused():
-            self._record_training((arguments, self._new))
+            self._set_trains_from((arguments, self._new))
             self._new.clear()
             self._running = None
             map_in_place(lambda leaf: self._aliased.get(id(leaf), (None, leaf))[1], arguments)
             self._aliased.clear()
             output = map_output(alias, output)
             self.start(following)
-            self._reach.begin(self.position)
+            self._reach.set_position(self.position)
             tensors = output_tensors(output)
-            if not self._calls.is_once:  # the block itself passes what may be in a list too
-                self._reach.assign(tensors, index)
-            self._record_training(tensors)
+            if not self._calls.is_sequential:  # the block itself passes what may be in a list too
+                self._reach.assign_position(tensors, index)
+            self._set_trains_from(tensors)
             self._record.outputs.append(BlockOutput.of(output))
             self._output_edges.append([_edge_of(leaf) for leaf in tensors])
         return output
@@ -280,7 +288,7 @@ class ValueTrace(CallCounter):
     def record_backward(self, loss: Tensor) -> LossGraph:
         """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
-            self.use(leaf, len(self._chain))
+            self.record_use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._carried_values.items():
@@ -291,25 +299,25 @@ class ValueTrace(CallCounter):
             outputs[index] = outputs[index].with_gradients(arrives)
         return self._reach
 
-    def unused_blocks(self) -> set[int]:
+    def blocks_with_escaped_tensors(self) -> set[int]:
         """Return the blocks whose tensors escaped to an attribute or hook, and were never used."""
         gc.collect()  # a circle in a block's frame holds its values too
         calls = {value.call for reference in self._inside if (value := reference()) is not None}  # type: ignore[attr-defined]
         return {self._calls.blocks[call] for call in calls} - self._record.opened
 
-    def _name(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
+    def _assign_port(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
         if not hasattr(leaf, "source"):
             _set_source(leaf, _Source(self.position_of(args), self.segment), self._running)
         if leaf.source.port is None and leaf.source.num_calls == self.segment:  # type: ignore[attr-defined]
             leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
-    def _record_training(self, tree: Any) -> None:
+    def _set_trains_from(self, tree: Any) -> None:
         for leaf in _with_source(tree):
             if leaf.source.trains_from is None and leaf.requires_grad:
-                is_once = self._calls.is_once
-                leaf.source.trains_from = self.segment if is_once else leaf.source.position
+                is_sequential = self._calls.is_sequential
+                leaf.source.trains_from = self.segment if is_sequential else leaf.source.position
 
-    def use(self, tensor: Any, position: int) -> None:
+    def record_use(self, tensor: Any, position: int) -> None:
         """Record that code at ``position`` uses a tensor; add a crossing if it was made before."""
         if hasattr(tensor, "weights"):
             is_new = bool(self.weights_of(tensor))
@@ -320,7 +328,7 @@ class ValueTrace(CallCounter):
         if tensor.call is not None and tensor.call < self.segment:
             self._record.opened.add(self._calls.blocks[tensor.call])
         if tensor.source.position < position:
-            self._record_crossing(tensor, position)
+            self._record_carried_value(tensor, position)
         elif tensor.source.position > position:
             self._refuse_output_of_later_block(tensor)
 
@@ -330,26 +338,26 @@ class ValueTrace(CallCounter):
         later = max(ends or called)
         raise CallsError(
             f"the step calls {self._chain.block_name(self._block)} again"
-            f"{in_brackets(calling_line())} with what {self._chain.block_name(later)} has computed"
-            f"{in_brackets(self._lines[later])}; in a pipeline a block can be called again with "
-            f"what blocks before it, or the same one just before, have computed"
+            f"{in_brackets(running_user_line())} with what {self._chain.block_name(later)} has "
+            f"computed{in_brackets(self._lines[later])}; in a pipeline a block can be called "
+            f"again with what blocks before it, or the same one just before, have computed"
         )
 
-    def _record_crossing(self, tensor: Any, position: int) -> None:
+    def _record_carried_value(self, tensor: Any, position: int) -> None:
         source = tensor.source
         key = source.port or source
         crossing = self._carried_values.get(key)
         if crossing is None:
             crossing = self._carried_values[key] = CarriedValue(
                 source.port, source.position, 0, tensor.shape, tensor.dtype,
-                source.trains_from, tensor.origins, calling_line(), source.digest,
+                source.trains_from, tensor.origins, running_user_line(), source.digest,
                 stride=dense_stride(tensor),
             )  # fmt: skip
             self._record.carried_values.append(crossing)
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)
-        crossing.use(position, source.trains_from)
+        crossing.record_use(position, source.trains_from)
 
 
 class _Alias(torch.autograd.Function):
@@ -357,7 +365,7 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, backwards: ref[OwnBackwards] | None, block: int | None
+        ctx: Any, tensor: Tensor, backwards: ref[UserBackwards] | None, block: int | None
     ) -> ShapeOnly:
         ctx.backwards, ctx.block = backwards, block
         if not isinstance(tensor, ShapeOnly):
@@ -428,13 +436,13 @@ class LossGraph:
         self._assigned: dict[Any, int] = {}  # by node
         self._last_use: dict[_Edge, int] = {}
 
-    def begin(self, position: int) -> None:
+    def set_position(self, position: int) -> None:
         """Assign a position to the nodes that are made from now on."""
         # Private: the only record of the order in which nodes were made.
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._positions.append(position)
 
-    def assign(self, tensors: Iterable[Any], position: int | None = None) -> None:
+    def assign_position(self, tensors: Iterable[Any], position: int | None = None) -> None:
         """Assign a position, by default those of the tensors, to the nodes that have made them."""
         for tensor in tensors:
             if tensor.grad_fn is not None:

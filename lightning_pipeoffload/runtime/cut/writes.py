@@ -17,8 +17,8 @@ from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, Run
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
-    memory_of,
     shape_only_leaves,
+    storage_key,
     written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code import (
@@ -27,8 +27,8 @@ from lightning_pipeoffload.runtime.users_code import (
     AttributeWatch,
     StepPoint,
     Write,
-    calling_line,
     is_written,
+    running_user_line,
 )
 
 
@@ -41,7 +41,7 @@ class WeightWrite(NamedTuple):
     is_new: bool  # whether another parameter is assigned
 
 
-class Alias(NamedTuple):
+class AliasHazard(NamedTuple):
     """Two tensors with shared memory, one of which is read after the other was written."""
 
     made_in: int  # the segment from which on both names exist
@@ -71,7 +71,7 @@ class Writes(RecordPart):
     in_place: set[Attribute] = field(default_factory=set)
     in_place_and_saved: set[Attribute] = field(default_factory=set)
     weights: list[WeightWrite] = field(default_factory=list)
-    aliases: list[Alias] = field(default_factory=list)
+    aliases: list[AliasHazard] = field(default_factory=list)
     arguments: list[ArgumentWrite] = field(default_factory=list)
     inputs: dict[int, str] = field(default_factory=dict)
     changes_batch: bool = False
@@ -135,7 +135,7 @@ class WriteObserver(Observer[Writes]):
         plain = nn.Module.register_parameter
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            weight = self._trace.stripped.replace_weight(owner, name, parameter)
+            weight = self._trace.stripped.record_assigned_weight(owner, name, parameter)
             if weight is not None:
                 self._record_weight(weight, is_new=True)
             plain(owner, name, parameter)
@@ -154,19 +154,19 @@ class WriteObserver(Observer[Writes]):
         def record(tensor: Tensor) -> Tensor:
             if isinstance(tensor, ShapeOnly):
                 return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
-            saved.add(memory_of(tensor))
+            saved.add(storage_key(tensor))
             return tensor.detach()
 
         return saved_tensors_hooks(record, lambda packed: packed)
 
     def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._attributes.record_changes(StepPoint(index, is_in_block=True))
-        self._arguments.before(args, kwargs)
-        self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves((args, kwargs))}
+        self._arguments.snapshot_arguments(args, kwargs)
+        self._argument_memory = {storage_key(leaf) for leaf in shape_only_leaves((args, kwargs))}
 
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._arguments.after(index, self._trace.num_calls, args, kwargs)
-        after = self._trace.calls.least[self._trace.num_calls + 1]
+        self._arguments.compare_arguments(index, self._trace.num_calls, args, kwargs)
+        after = self._trace.calls.least_remaining_positions[self._trace.num_calls + 1]
         self._attributes.record_changes(StepPoint(after, is_in_block=False))
 
     def record_below_autograd(self, operation: Operation) -> None:
@@ -177,32 +177,32 @@ class WriteObserver(Observer[Writes]):
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             for leaf in shape_only_leaves(args):
                 if hasattr(leaf, "source"):
-                    self._check_memory(leaf)
+                    self._record_alias_hazards(leaf)
         for value in shape_only_leaves([*written_arguments(func, args)]):
-            memory, (place, is_in_block) = memory_of(value), self._trace.point
+            memory, (place, is_in_block) = storage_key(value), self._trace.point
             weight = self._trace.stripped.weight_in(memory)
             if weight is not None:
                 self._record_weight(weight)
             if hasattr(value, "source"):
                 self._written[memory].append((value, segment))
             if is_in_block and memory in self._argument_memory:
-                self._part.inputs.setdefault(place, calling_line())
+                self._part.inputs.setdefault(place, running_user_line())
 
     def _record_weight(self, name: str, is_new: bool = False) -> None:
-        write = WeightWrite(name, self._trace.point.segment, calling_line(), is_new)
+        write = WeightWrite(name, self._trace.point.segment, running_user_line(), is_new)
         self._part.weights.append(write)
 
-    def _check_memory(self, tensor: Any) -> None:
-        for written, written_in in self._written.get(memory_of(tensor), ()):
-            apart_from = _apart_from(tensor, written)
+    def _record_alias_hazards(self, tensor: Any) -> None:
+        for written, written_in in self._written.get(storage_key(tensor), ()):
+            apart_from = _first_separating_position(tensor, written)
             if apart_from is not None and apart_from < written_in:
-                alias = Alias(apart_from, written_in, tensor.origins, calling_line())
+                alias = AliasHazard(apart_from, written_in, tensor.origins, running_user_line())
                 self._part.aliases.append(alias)
 
     @property
-    def filling(self) -> set[int]:
+    def blocks_filling_arguments(self) -> set[int]:
         """The blocks that have modified a list, a dict or an object among their arguments."""
-        return self._arguments.filling
+        return self._arguments.blocks_filling_arguments
 
     def finish(self) -> None:
         self._find_saved_attributes()
@@ -213,7 +213,7 @@ class WriteObserver(Observer[Writes]):
         for part in self._trace.module.modules():
             for name in vars(part).keys() - REGISTRIES:
                 tensors = tensors_in(vars(part)[name])
-                if any(memory_of(tensor) in self._saved for tensor in tensors):
+                if any(storage_key(tensor) in self._saved for tensor in tensors):
                     self._saved_attributes.add(Attribute(part, name))
 
     def _find_written_buffers(self) -> None:
@@ -232,11 +232,11 @@ class WriteObserver(Observer[Writes]):
         writes.in_place_and_saved = {
             Attribute(slot.module, slot.attribute)
             for slot, tensor, value in buffers
-            if memory_of(tensor) in self._saved
+            if storage_key(tensor) in self._saved
             and (segments.get(slot.name) or is_written(tensor, value))
         }
 
-    def record_restored(self, changed: set[Attribute]) -> None:
+    def record_in_place_changes(self, changed: set[Attribute]) -> None:
         """Record the attributes that the step has changed in place, which are restored by now."""
         # Without the registries of modules, into which the trace itself put shapes.
         changed = {each for each in changed if each.name not in REGISTRIES}
@@ -244,12 +244,12 @@ class WriteObserver(Observer[Writes]):
         self._part.in_place_and_saved |= changed & self._saved_attributes
 
     @property
-    def long_writes(self) -> set[Attribute]:
+    def long_container_writes(self) -> set[Attribute]:
         """Long containers that the step has changed in place, at a line that is not known."""
         return self._part.in_place & self._attributes.long
 
 
-def _apart_from(left: Any, right: Any) -> int | None:
+def _first_separating_position(left: Any, right: Any) -> int | None:
     """Return the first position after which a cut separates two tensors that share memory.
 
     After it a stage gets at least one of them as a message, a copy in other memory, so a write to
@@ -258,9 +258,7 @@ def _apart_from(left: Any, right: Any) -> int | None:
     common = next((source for source in left.lineage if source in right.lineage), None)
     lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
     pairs = ((a, b) for a in lefts for b in rights if a is not b)
-    return min(
-        (max(a.last_position_before, b.last_position_before) for a, b in pairs), default=None
-    )
+    return min((max(a.maker_position, b.maker_position) for a, b in pairs), default=None)
 
 
 def _up_to(last: Any, lineage: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from .accelerator import (
     is_on,
     make_lanes,
 )
-from .cuda_settings import prepare_cuda
+from .cuda_settings import set_cuda_defaults
 from .devices import Device, Devices
-from .marks import is_profiled, mark, unrecorded
-from .timing import ActionTimer, TimedStep, finished_at
+from .marks import is_profiled, profiler_range, unprofiled
+from .timing import ActionTimer, TimedStep, synchronized_time

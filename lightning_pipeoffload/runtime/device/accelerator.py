@@ -1,8 +1,8 @@
 """The accelerator that this process uses, if it uses one, and lanes for copies during compute.
 
-A lane runs its copies in order. Its ``mark()`` is an event that another lane, or the compute lane,
-can wait for without blocking the host. On an accelerator a lane is a stream; on CPU a copy is done
-when the call returns.
+A lane runs its copies in order. Its ``record_event()`` returns an event that another lane, or the
+compute lane, can wait for without blocking the host. On an accelerator a lane is a stream; on CPU a
+copy is done when the call returns.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Lane:
             reason = str(error).splitlines()[0]
             raise CopyError(f"the copy of {description} failed: {reason}") from error
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Return an event that is reached when the copies started so far are done."""
 
-    def finish(self, event: Any) -> None:
+    def synchronize(self, event: Any) -> None:
         """Make the host wait for an event of this lane."""
 
-    def hold_compute(self, event: Any) -> None:
+    def make_compute_wait(self, event: Any) -> None:
         """Make the compute lane wait for an event of this lane.
 
         Raises:
@@ -97,13 +97,13 @@ class StreamLane(Lane):
         with self._stream:
             super().copy(target, source, description)
 
-    def mark(self) -> torch.Event:
+    def record_event(self) -> torch.Event:
         return self._stream.record_event()
 
-    def finish(self, event: torch.Event) -> None:
+    def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
 
-    def hold_compute(self, event: torch.Event) -> None:
+    def make_compute_wait(self, event: torch.Event) -> None:
         torch.accelerator.current_stream().wait_event(event)
 
 

@@ -15,7 +15,7 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def prepare_cuda(device: torch.device) -> None:
+def set_cuda_defaults(device: torch.device) -> None:
     """Choose settings for a CUDA device that this process has not used yet."""
     if device.type != "cuda" or accelerator_in_use() is not None:
         return

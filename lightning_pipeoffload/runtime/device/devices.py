@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
-from lightning_pipeoffload.schedule import places_of
+from lightning_pipeoffload.schedule import device_indices
 
 # Between devices of one name a smaller ratio counts as none; ranks on CPUs share these.
 _NOISE, _NOISE_OF_CPUS = 1.1, 1.5
@@ -92,7 +92,7 @@ class Devices:
         return tuple(device.name for device in self.each)
 
     @property
-    def are_alike(self) -> bool:
+    def are_equally_fast(self) -> bool:
         """Whether all are about as fast."""
         return max(self.slowness) == 1.0
 
@@ -100,18 +100,18 @@ class Devices:
     def have_one_name(self) -> bool:
         return len({*self.names}) == 1
 
-    def memory_of(self, placement: Sequence[int]) -> tuple[float, ...]:
+    def memory_per_stage(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the bytes of its device that each stage may have; () where devices are alike."""
         sizes = [device.memory for device in self.each]
         has_alike_memory = max(sizes) < _NOISE * min(sizes)
-        if (self.are_alike and has_alike_memory) or not min(sizes):
+        if (self.are_equally_fast and has_alike_memory) or not min(sizes):
             return ()
-        places = places_of(placement)
+        places = device_indices(placement)
         return tuple(sizes[places[rank]] / [*placement].count(rank) for rank in placement)
 
-    def slowness_of(self, placement: Sequence[int]) -> tuple[float, ...]:
+    def slowness_per_stage(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the slowness of each stage's device; () where all are alike."""
-        if self.are_alike:
+        if self.are_equally_fast:
             return ()
-        places = places_of(placement)
+        places = device_indices(placement)
         return tuple(self.slowness[places[rank]] for rank in placement)

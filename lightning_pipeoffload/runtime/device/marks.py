@@ -18,7 +18,7 @@ is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _NOTHING = nullcontext()
 
 
-def mark(name: str) -> AbstractContextManager[Any]:
+def profiler_range(name: str) -> AbstractContextManager[Any]:
     """Return a context that a running profiler shows as ``name``.
 
     That is ``torch.profiler.profile``, or ``torch.autograd.profiler.emit_nvtx``, by which Nsight
@@ -27,7 +27,7 @@ def mark(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if is_profiled() else _NOTHING
 
 
-def unrecorded() -> AbstractContextManager[None]:
+def unprofiled() -> AbstractContextManager[None]:
     """Return a context in which asynchronous work over gloo is started, and not recorded.
 
     gloo tells a profiler from a thread of its own that the work has ended. Where the profiler has

@@ -18,7 +18,7 @@ from lightning_pipeoffload.schedule import Action, Kind
 _NUM_KEPT_STEPS = 16
 
 
-def finished_at() -> float:
+def synchronized_time() -> float:
     """Synchronize with the accelerator, if this process uses one; return the host's time."""
     if accelerator_in_use():
         torch.accelerator.synchronize()
@@ -38,9 +38,9 @@ class HostClock:
         """Whether a timestamp can be read without waiting."""
         return True
 
-    def to_host(self) -> HostTimes:
+    def host_times(self) -> HostTimeConverter:
         """Return a converter of timestamps to the host's clock."""
-        return HostTimes(lambda moment: moment, 0.0)
+        return HostTimeConverter(lambda moment: moment, 0.0)
 
 
 class DeviceClock:
@@ -61,7 +61,7 @@ class DeviceClock:
         """Whether a timestamp can be read without waiting."""
         return moment.query()
 
-    def to_host(self) -> HostTimes:
+    def host_times(self) -> HostTimeConverter:
         """Return a converter of events to the host's clock; waits for the accelerator."""
         torch.accelerator.synchronize()  # so that the mark is not queued behind other work
         before = time.perf_counter()
@@ -69,10 +69,12 @@ class DeviceClock:
         mark.synchronize()
         after = time.perf_counter()
         middle = (before + after) / 2
-        return HostTimes(lambda moment: middle - self.seconds(moment, mark), (after - before) / 2)
+        return HostTimeConverter(
+            lambda moment: middle - self.seconds(moment, mark), (after - before) / 2
+        )
 
 
-class HostTimes(NamedTuple):
+class HostTimeConverter(NamedTuple):
     """Converts timestamps to the host's clock.
 
     Attributes:
@@ -173,7 +175,7 @@ class ActionTimer:
         shares = [1 - self.busy_seconds(step) / seconds for step, seconds in self._periods()]
         return median(shares or [0.0])
 
-    def between_share(self) -> float:
+    def boundary_share(self) -> float:
         """Return the median share of a step's period after its end; 0 before a step."""
         shares = [
             1 - self._clock.seconds(step.start, step.end) / seconds
@@ -187,7 +189,7 @@ class ActionTimer:
         return len(self._steps)
 
     @property
-    def running(self) -> TimedStep:
+    def current_step(self) -> TimedStep:
         """The step started last."""
         return self._step
 

@@ -2,4 +2,4 @@
 
 from .construction import Blueprint, constructing, costs_of_sizes, make_blueprint
 from .parted_module import PartedModule
-from .registered_parameters import FreedMemory, ParameterShape, making_shapes
+from .registered_parameters import HeapTrimmer, ParameterShape, making_shapes

@@ -21,9 +21,9 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.cut import (
     BlockChain,
     CallOrder,
-    Room,
     SegmentCosts,
     Stage,
+    StageMemoryLimits,
     StepRecord,
     costs_by_size,
     cut,
@@ -31,11 +31,11 @@ from lightning_pipeoffload.runtime.cut import (
     find_segments,
 )
 from lightning_pipeoffload.runtime.making.registered_parameters import (
-    Appearance,
+    ParameterRegistration,
     ParameterShape,
     RegisteredParameters,
+    canonical_names,
     parameters_in,
-    tied_names,
 )
 from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
@@ -43,18 +43,18 @@ from lightning_pipeoffload.runtime.shapes import (
     StepRules,
     ValueNeededError,
     draws_by_shape,
-    forget_state,
     local_part,
     shape_only_leaves,
+    sync_layer_quant_state,
     written_arguments,
 )
 from lightning_pipeoffload.runtime.users_code import (
     Slot,
-    calling_line,
     find_slots,
     in_brackets,
+    restoring_attributes,
     running_frames,
-    unchanged,
+    running_user_line,
     users_line,
 )
 
@@ -76,7 +76,7 @@ class Blueprint:
         owners: The stages that own each parameter and buffer afterwards, by name.
     """
 
-    appeared: Sequence[Appearance]
+    appeared: Sequence[ParameterRegistration]
     needed: Sequence[Stages]
     counts: Sequence[int]
     first_names: dict[str, str]
@@ -112,10 +112,10 @@ def make_blueprint(
     Raises:
         ValueError: The module cannot be cut, or reads a whole model from files.
     """
-    with unchanged(module):
-        draft = _Draft(module)
+    with restoring_attributes(module):
+        draft = _BlueprintRun(module)
         try:
-            with draft.following():
+            with draft.tracking_parameters():
                 configure()
         except ValueNeededError as error:
             if not draft.indices(error.origins):
@@ -128,10 +128,10 @@ def make_blueprint(
                 in_brackets(users_line(error)),
             )
             return None
-        return draft.examine(stage_ranks, blocks, split, slowness, memory)
+        return draft.build_blueprint(stage_ranks, blocks, split, slowness, memory)
 
 
-class _Draft(RegisteredParameters):
+class _BlueprintRun(RegisteredParameters):
     """The first run, which makes shapes; parameters of ``module`` become shapes too."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -143,11 +143,11 @@ class _Draft(RegisteredParameters):
         for slot in parameters_in(module):
             index = self.index_of(slot.tensor)
             if index is not None:
-                shape = self.replace(index, slot.tensor)
+                shape = self.keep_or_replace(index, slot.tensor)
                 slot.put(shape)
 
     @override
-    def is_real(self, index: int, parameter: Tensor) -> bool:
+    def keeps_value(self, index: int, parameter: Tensor) -> bool:
         _refuse_pretrained()
         # Remote tensors of an earlier run stay.
         return index < self.num_found and isinstance(parameter, RemoteTensor)
@@ -179,7 +179,7 @@ class _Draft(RegisteredParameters):
             return min(self.indices(tensor.origins), default=None)
         return index
 
-    def examine(
+    def build_blueprint(
         self,
         stage_ranks: Sequence[int],
         blocks: str | Sequence[str] | None,
@@ -193,14 +193,14 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in registered.values()):
             return None
         chain, segments, costs = costs_of_sizes(self._module, blocks)
-        room = Room.of_parameters(costs.parameters, memory)
+        room = StageMemoryLimits.of_parameters(costs.parameters, memory)
         stages = cut(chain, costs, stage_ranks, split, slowness, room)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,
             self._find_needed(registered, owners, len(stages)),
             [len(stage.blocks) for stage in stages],
-            tied_names(self._module),
+            canonical_names(self._module),
             owners,
         )
 
@@ -249,9 +249,9 @@ def _refuse_pretrained() -> None:
     if any(frame.f_code.co_name == "from_pretrained" for frame in running_frames()):
         raise ValueError(
             f"from_pretrained in configure_model reads the whole model on every rank"
-            f"{in_brackets(calling_line())}: make the model from its configuration (from_config) "
-            f"and call lightning_pipeoffload.load_weights(self, path), which reads what each rank "
-            f"owns"
+            f"{in_brackets(running_user_line())}: make the model from its configuration "
+            f"(from_config) and call lightning_pipeoffload.load_weights(self, path), which reads "
+            f"what each rank owns"
         )
 
 
@@ -289,12 +289,12 @@ def constructing(
     """
     parameters = _PartedParameters(module, blueprint, frozenset(local_stages))
     try:
-        with parameters.following():
+        with parameters.tracking_parameters():
             yield
     except ValueNeededError as error:
         raise ValueError(f"{error}{in_brackets(users_line(error))}, {_ADVICE}") from error
     parameters.check_complete()
-    _leave_remote(module, blueprint, frozenset(local_stages), places)
+    _replace_remote_tensors(module, blueprint, frozenset(local_stages), places)
 
 
 class _PartedParameters(RegisteredParameters):
@@ -313,7 +313,7 @@ class _PartedParameters(RegisteredParameters):
             raise ValueError(_explain_other(self._blueprint.appeared[len(self.appeared)].name))
 
     @override
-    def is_real(self, index: int, parameter: Tensor) -> bool:
+    def keeps_value(self, index: int, parameter: Tensor) -> bool:
         if self._blueprint.appeared[index : index + 1] != [self.appeared[index]]:
             raise ValueError(_explain_other(super().label(index)))
         return index < self.num_found or bool(self._blueprint.needed[index] & self._local_stages)
@@ -323,11 +323,11 @@ class _PartedParameters(RegisteredParameters):
         return f"{super().label(index)}, which another rank makes"
 
 
-def _leave_remote(
+def _replace_remote_tensors(
     module: nn.Module, blueprint: Blueprint, local_stages: Stages, places: Sequence[str]
 ) -> None:
     """Replace tensors of other ranks with remote tensors; a tied weight under all its names."""
-    _refuse_missing(module, blueprint, local_stages)
+    _refuse_blueprint_mismatch(module, blueprint, local_stages)
     slots = parameters_in(module)
     by_shape: dict[int, Tensor] = {
         id(slot.tensor): slot.tensor for slot in slots if blueprint.owners[slot.name] & local_stages
@@ -339,12 +339,14 @@ def _leave_remote(
             origin = f"{slot.name} (of {place})"
             by_shape[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
         slot.put(by_shape[key])
-        forget_state(slot)
+        sync_layer_quant_state(slot)
 
 
-def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:
+def _refuse_blueprint_mismatch(
+    module: nn.Module, blueprint: Blueprint, local_stages: Stages
+) -> None:
     """Raise ``ValueError`` for a tensor that differs from the blueprint."""
-    untied = tied_names(module).items() ^ blueprint.first_names.items()
+    untied = canonical_names(module).items() ^ blueprint.first_names.items()
     if untied:
         raise ValueError(_explain_other(min(untied)[0]))
     for slot in find_slots(module):

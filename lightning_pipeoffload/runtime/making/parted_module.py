@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut import SplitModule, make_real
+from lightning_pipeoffload.runtime.cut import SplitModule, materialize_slot
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state, scales_of
@@ -105,5 +105,5 @@ def _explain_unfilled(names: Sequence[str]) -> str:
 def _make_slots_real(slots: Sequence[Slot], value: Tensor) -> None:
     real_tensors: dict[int, Tensor] = {}
     for slot in slots:
-        make_real(slot, real_tensors).copy_(value)
+        materialize_slot(slot, real_tensors).copy_(value)
         copy_state(slot, value)

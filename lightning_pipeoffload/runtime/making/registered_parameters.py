@@ -24,9 +24,9 @@ from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     ShapeOnly,
     StepRules,
-    drawing_anywhere,
     refuse_other_quantized,
     remote_subclass_of,
+    trunc_normal_on_shapes,
 )
 from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
@@ -64,7 +64,7 @@ class ParameterShape(RemoteTensor):
         return result
 
 
-class Appearance(NamedTuple):
+class ParameterRegistration(NamedTuple):
     """The first registration of a parameter, as attribute ``name`` of a module of class ``owner``.
 
     A copy has the name of the original, and the owner "copy".
@@ -94,16 +94,18 @@ class RegisteredParameters:
     rules = StepRules(observe=lambda func, args, result: None)
 
     def __init__(self, module: nn.Module) -> None:
-        self.appeared: list[Appearance] = []
-        self._freed = FreedMemory()
+        self.appeared: list[ParameterRegistration] = []
+        self._freed = HeapTrimmer()
         self._indices: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._shapes: dict[int, ParameterShape] = {}
         for slot in parameters_in(module):
             if self.index_of(slot.tensor) is None:
-                self._set_index(slot.tensor, self._count(slot.attribute, slot.path, slot.tensor))
+                self._set_index(
+                    slot.tensor, self._add_registration(slot.attribute, slot.path, slot.tensor)
+                )
         self.num_found = len(self.appeared)
 
-    def is_real(self, index: int, parameter: Tensor) -> bool:
+    def keeps_value(self, index: int, parameter: Tensor) -> bool:
         """Return whether the parameter with this index keeps its value; else it gets a shape."""
         return False
 
@@ -120,7 +122,7 @@ class RegisteredParameters:
         return f"{self.appeared[index].name} of {self.appeared[index].owner}"
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def tracking_parameters(self) -> Iterator[None]:
         """Track each parameter that is registered or copied within the context."""
         hook: Callable[..., Any] = self._register  # its result becomes the parameter
         # Private: subclasses of Parameter make their instances with it, which no tensor subclass
@@ -133,7 +135,7 @@ class RegisteredParameters:
                 stack.enter_context(replaced(kind, "__deepcopy__", copy))
             stack.enter_context(replaced(Tensor, "_make_subclass", make_subclass))
             stack.callback(self._freed.trim_heap)
-            with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), drawing_anywhere():
+            with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), trunc_normal_on_shapes():
                 yield
 
     def index_of(self, parameter: Tensor) -> int | None:
@@ -141,9 +143,9 @@ class RegisteredParameters:
         registered, index = self._indices.get(id(parameter), (None, None))
         return index if registered is not None and registered() is parameter else None
 
-    def replace(self, index: int, parameter: Tensor) -> Tensor:
+    def keep_or_replace(self, index: int, parameter: Tensor) -> Tensor:
         """Return the parameter if it is real, else a shape that replaces it."""
-        kept = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
+        kept = parameter if self.keeps_value(index, parameter) else self._shape(index, parameter)
         if kept is not parameter:
             self._freed.count(parameter.nbytes)
         self._set_index(kept, index)
@@ -154,22 +156,22 @@ class RegisteredParameters:
             return parameter
         index = self.index_of(parameter)
         if index is None:
-            index = self._count(name, type(module).__qualname__, parameter)
+            index = self._add_registration(name, type(module).__qualname__, parameter)
             if isinstance(parameter, ShapeOnly):
                 self.record_sources(index, parameter.origins)
             self._set_index(parameter, index)
-        return self.replace(index, parameter)
+        return self.keep_or_replace(index, parameter)
 
     def _copying(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def copy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
             if id(parameter) not in memo:
                 original = self.index_of(parameter)
                 name = "parameter" if original is None else self.appeared[original].name
-                index = self._count(name, "copy", parameter)
+                index = self._add_registration(name, "copy", parameter)
                 if isinstance(parameter, ShapeOnly):
                     self.record_sources(index, parameter.origins)
-                is_real = self.is_real(index, parameter)
-                new = plain(parameter, memo) if is_real else self._shape(index, parameter)
+                keeps_value = self.keeps_value(index, parameter)
+                new = plain(parameter, memo) if keeps_value else self._shape(index, parameter)
                 memo[id(parameter)] = new
                 self._set_index(new, index)
             copied: Tensor = memo[id(parameter)]
@@ -183,8 +185,8 @@ class RegisteredParameters:
             self._shapes[index] = shape
         return self._shapes[index]
 
-    def _count(self, name: str, owner: str, parameter: Tensor) -> int:
-        self.appeared.append(Appearance(name, owner, parameter.shape, parameter.dtype))
+    def _add_registration(self, name: str, owner: str, parameter: Tensor) -> int:
+        self.appeared.append(ParameterRegistration(name, owner, parameter.shape, parameter.dtype))
         return len(self.appeared) - 1
 
     def _set_index(self, parameter: Tensor, index: int) -> None:
@@ -209,11 +211,11 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
 @contextmanager
 def making_shapes() -> Iterator[None]:
     """Make modules whose parameters have no values; buffers have values."""
-    with forked_randomness(), RegisteredParameters(nn.Module()).following():
+    with forked_randomness(), RegisteredParameters(nn.Module()).tracking_parameters():
         yield
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
+def canonical_names(module: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by each of its names."""
     first: dict[int, str] = {}
     return {s.name: first.setdefault(id(s.tensor), s.name) for s in parameters_in(module)}
@@ -229,7 +231,7 @@ def parameters_in(module: nn.Module) -> list[Slot]:
 _MOST_FREED = 32 << 20  # bytes
 
 
-class FreedMemory:
+class HeapTrimmer:
     """Counts the bytes of dropped parameters, and returns freed memory to the system.
 
     glibc keeps freed memory between blocks in use, and allocates new memory for tensors that do not

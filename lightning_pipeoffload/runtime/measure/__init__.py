@@ -14,18 +14,18 @@ from .block_costs import (
     cut_by_costs,
     join_costs,
     measure_costs,
+    move_head_w_to_b,
     overhead_of_actions,
     shares_of_slices,
-    with_head_in_b,
 )
-from .device_speed import find_devices, fit_slowness
+from .device_speed import fit_slowness, measure_devices
 from .link_speed import (
     CopySpeed,
-    answer_latency,
     compare_clocks,
+    echo_messages,
     measure_copy_speed,
     measure_latencies,
     measure_latency,
 )
 from .live_bytes import LiveBytes
-from .shape_memory import measure_shapes
+from .shape_memory import measure_saved_memory

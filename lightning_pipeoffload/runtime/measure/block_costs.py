@@ -22,13 +22,25 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_pipeoffload.runtime.comm import Transport
-from lightning_pipeoffload.runtime.cut import ANY_ROOM, CutSettings, Room, Stage, StepRecord, cut
+from lightning_pipeoffload.runtime.cut import (
+    ANY_ROOM,
+    CutSettings,
+    Stage,
+    StageMemoryLimits,
+    StepRecord,
+    cut,
+)
 from lightning_pipeoffload.runtime.device import ActionTimer, Devices
 from lightning_pipeoffload.runtime.measure.device_speed import fit_slowness
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
-from lightning_pipeoffload.runtime.memory import KeptForLater, SavedMemory
+from lightning_pipeoffload.runtime.memory import BytesForLaterSlices, SavedMemory
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
-from lightning_pipeoffload.runtime.step import Microbatch, forget_casts, placed, sharing_casts
+from lightning_pipeoffload.runtime.step import (
+    Microbatch,
+    forget_casts,
+    set_plan_indices,
+    sharing_casts,
+)
 from lightning_pipeoffload.runtime.users_code import TRACE, restoring_module
 from lightning_pipeoffload.schedule import (
     COMPUTE_TIMES,
@@ -38,9 +50,9 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     Slices,
+    device_indices,
     lower,
-    one_at_a_time,
-    places_of,
+    serialize_microbatches,
     stages_on,
 )
 
@@ -73,7 +85,7 @@ class SliceCosts(NamedTuple):
     """Costs of a microbatch's slice at a stage, and the memory kept for later slices."""
 
     costs: StageCosts
-    for_later: KeptForLater
+    for_later: BytesForLaterSlices
 
 
 @dataclass(frozen=True)
@@ -186,7 +198,7 @@ def _most(counterparts: Sequence[SliceCosts]) -> SliceCosts:
     costs, for_later = zip(*counterparts, strict=True)
     return SliceCosts(
         StageCosts(*map(max, zip(*costs, strict=True))),
-        KeptForLater(*map(max, zip(*for_later, strict=True))),
+        BytesForLaterSlices(*map(max, zip(*for_later, strict=True))),
     )
 
 
@@ -336,7 +348,7 @@ class BlockMeasurement:
             casts = sharing_casts(pipeline.device)
             with restoring_module(pipeline.module, self._written), casts:
                 samples = self._measure(self._cut, cut_batch, recompute, speed)
-                if self._compares_itself:
+                if self._samples_suffice:
                     return samples, samples
                 return samples, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
@@ -344,7 +356,7 @@ class BlockMeasurement:
             pipeline.cut_anew(pipeline.rank, self._first_cut)
 
     @property
-    def _compares_itself(self) -> bool:
+    def _samples_suffice(self) -> bool:
         is_same = self._cut.stage_ranks == self._first_cut.stage_ranks
         return is_same or self._sampled.has_few_stages
 
@@ -355,7 +367,7 @@ class BlockMeasurement:
             samples: The measured costs of the sampled stages, of all ranks.
             stages: The costs of whole stages; the overhead is their excess over their blocks.
         """
-        compared = self._compared
+        compared = self._reference_cut
         samples, stages = self._on_fastest(samples, self._cut), self._on_fastest(stages, compared)
         num_stages = len(compared.stage_ranks)
         costs, overhead = costs_of_blocks(self._sampled, samples, stages, num_stages)
@@ -369,21 +381,21 @@ class BlockMeasurement:
             samples: As for :meth:`costs_of_blocks`.
             stages: As there.
         """
-        num_stages, num_blocks = len(self._compared.stage_ranks), len(self._classes)
+        num_stages, num_blocks = len(self._reference_cut.stage_ranks), len(self._classes)
         blocks, _ = costs_of_blocks(self._sampled, samples, stages, num_stages)
-        work = [*map(sum, zip(*blocks.compute(num_blocks).values(), strict=True))]
+        work = [*map(sum, zip(*blocks.seconds_by_kind(num_blocks).values(), strict=True))]
         keys = zip(self._classes, self._sampled.ranks, strict=True)
-        places = places_of(self._first_cut.stage_ranks)
+        places = device_indices(self._first_cut.stage_ranks)
         expected = [devices.slowness[place] for place in places]
         fitted = fit_slowness(dict(zip(keys, work, strict=True)), expected)
         return devices.with_slowness_from([fitted[rank] for rank in places])
 
     @property
-    def _compared(self) -> CutSettings:
-        return self._cut if self._compares_itself else self._first_cut
+    def _reference_cut(self) -> CutSettings:
+        return self._cut if self._samples_suffice else self._first_cut
 
     def _on_fastest(self, costs: Costs, cut: CutSettings) -> Costs:
-        slowness = () if self.devices is None else self.devices.slowness_of(cut.stage_ranks)
+        slowness = () if self.devices is None else self.devices.slowness_per_stage(cut.stage_ranks)
         return costs.slowed([1 / times for times in slowness]) if slowness else costs
 
     def _measure(
@@ -397,11 +409,13 @@ class BlockMeasurement:
         pipeline.cut_anew(pipeline.rank, replace(cut_settings, recompute=recompute))
         try:
             parts = islice(cycle(cut_batch()), _NUM_MEASURED)
-            slices = [_silent(part) for part in parts]  # one object for each place in the plan
+            slices = [
+                _without_logging(part) for part in parts
+            ]  # one object for each place in the plan
         except ValueError as error:
             raise ScheduleError(str(error)) from error
         placement = cut_settings.stage_ranks
-        memory = ActivationMemory.on(device)
+        memory = ActivationMemory.for_device(device)
         executor = Executor(
             pipeline.rank, pipeline.stages, self._transport, ActionTimer(device), memory
         )
@@ -409,7 +423,7 @@ class BlockMeasurement:
             executor.time_by(ActionTimer(device))
             memory.forget_peaks()
             plan = lower(_one_by_one(placement, max(placement) + 1, count))
-            executor.run(plan, placed(slices[:count]))
+            executor.run(plan, set_plan_indices(slices[:count]))
         self.bytes_without_activations = max(
             self.bytes_without_activations, memory.peak_without_activations
         )
@@ -432,7 +446,7 @@ def _with_free_head(blocks: Costs, overhead: ActionOverhead) -> Costs:
     return replace(blocks, **costs)
 
 
-def with_head_in_b(segments: Costs, num_segments: int) -> Costs:
+def move_head_w_to_b(segments: Costs, num_segments: int) -> Costs:
     """Return the costs of segments where B computes the last one's weight gradients."""
     names = "backward_input", "backward_weight", "weight_input", "weight_residue"
     costs: dict[str, Any] = {name: [*segments.per_stage(name, num_segments)] for name in names}
@@ -442,7 +456,7 @@ def with_head_in_b(segments: Costs, num_segments: int) -> Costs:
     return replace(segments, **costs)
 
 
-def _silent(part: Microbatch) -> Microbatch:
+def _without_logging(part: Microbatch) -> Microbatch:
     run = part.run  # as in a trace, so that prints and logs go nowhere
     return replace(part, run=lambda call: run(TRACE))
 
@@ -456,7 +470,7 @@ def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: 
         ]
         for rank in range(num_ranks)
     ]
-    return one_at_a_time(Schedule.of(ranks, "a measurement"))
+    return serialize_microbatches(Schedule.of(ranks, "a measurement"))
 
 
 def costs_of_blocks(
@@ -515,7 +529,7 @@ def cut_by_costs(
     placement: Sequence[int],
     split: str | Sequence[int],
     slowness: Sequence[float] = (),
-    room: Room = ANY_ROOM,
+    room: StageMemoryLimits = ANY_ROOM,
 ) -> list[Stage]:
     """Cut the chain so that the measured times of its segments are balanced.
 
@@ -525,7 +539,7 @@ def cut_by_costs(
         ScheduleError: There are too few blocks, or ``split`` has another number of stages.
     """
     num_segments = len(pipeline.chain) + 1
-    times = [*segments.compute(num_segments).values()]
+    times = [*segments.seconds_by_kind(num_segments).values()]
     unit = sum(map(sum, times)) / num_segments or 1.0
     forward, for_input, for_weight = ((*(t / unit for t in kind),) for kind in times)
     costs = replace(

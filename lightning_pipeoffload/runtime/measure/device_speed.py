@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from lightning_pipeoffload.runtime.comm import PipelineGroup
-from lightning_pipeoffload.runtime.device import Device, Devices, finished_at
-from lightning_pipeoffload.schedule import PlanCache, places_of, store_text
+from lightning_pipeoffload.runtime.device import Device, Devices, synchronized_time
+from lightning_pipeoffload.schedule import PlanCache, device_indices, write_and_prune
 
 _ROUNDS = 100  # of an iteration that comes closer to its end by a factor each time
 _NUM_PRODUCTS = 3
 _SIZE, _SIZE_ON_CPU = 4096, 512  # of square matrices: a millisecond on an H100, two on a 3090
 
 
-def find_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
+def measure_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
     """Return the devices of the run's pipelines; all processes call it.
 
     Where their names differ, they are compared by a product of matrices. Its time is kept in the
@@ -43,7 +43,7 @@ def find_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
         )
         for of_rank in counterparts
     ]
-    places = places_of(group.stage_ranks)
+    places = device_indices(group.stage_ranks)
     devices = Devices.of([joined[rank] for rank in places])
     names = {each.name for of_rank in counterparts for each in of_rank}
     if len(names) == 1:
@@ -75,13 +75,13 @@ def _seconds_by_name(
     group: PipelineGroup, own: str, names: set[str], path: Path
 ) -> dict[str, float]:
     """Return the seconds of a product by the device's name, as they were kept or as measured."""
-    kept = group.world.broadcast(_read(path) if group.reports else None, 0)
+    kept = group.world.broadcast(_read(path) if group.is_global_zero else None, 0)
     if names <= {*kept}:
         return kept
     measured = group.world.gather((own, 0.0 if own in kept else _seconds_of_product(group.device)))
     found = {name: min(s for other, s in measured if other == name) for name in names - {*kept}}
-    if group.reports:
-        store_text(path, json.dumps({**kept, **found}), path.name)
+    if group.is_global_zero:
+        write_and_prune(path, json.dumps({**kept, **found}), path.name)
     return {**kept, **found}
 
 
@@ -100,9 +100,9 @@ def _seconds_of_product(device: torch.device) -> float:
     matrix @ matrix  # loads the library
     seconds = []
     for _ in range(_NUM_PRODUCTS):
-        started = finished_at()
+        started = synchronized_time()
         matrix @ matrix
-        seconds.append(finished_at() - started)
+        seconds.append(synchronized_time() - started)
     return min(seconds)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import TensorSpec
 from lightning_pipeoffload.runtime.comm import PipelineGroup, Transport, reporting_lost_peers
-from lightning_pipeoffload.runtime.device import finished_at, make_lanes
+from lightning_pipeoffload.runtime.device import make_lanes, synchronized_time
 from lightning_pipeoffload.runtime.run import Executor
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
 
@@ -101,9 +101,9 @@ def _median_seconds(copy: Callable[[], None], meet: Callable[[], None]) -> float
 
 
 def _seconds(copy: Callable[[], None]) -> float:
-    started = finished_at()
+    started = synchronized_time()
     copy()
-    return finished_at() - started
+    return synchronized_time() - started
 
 
 def measure_latencies(
@@ -122,7 +122,7 @@ def measure_latencies(
             seconds[stage] = measure_latency(executor.transport, stage, receiver, tensors)
         elif executor.rank == receiver:
             specs = executor.stages[stage + 1].record_of(executor.microbatches[0]).specs_in
-            answer_latency(executor.transport, stage + 1, sender, specs)
+            echo_messages(executor.transport, stage + 1, sender, specs)
     return seconds
 
 
@@ -132,17 +132,17 @@ def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[T
     seconds = []
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_B, stage, repetition)
-        # Before the post: finished_at() would wait for NCCL's receive kernel too.
-        started = finished_at()
+        # Before the post: synchronized_time() would wait for NCCL's receive kernel too.
+        started = synchronized_time()
         transport.post(receive, peer, specs)
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
         transport.wait(receive)
-        seconds.append(finished_at() - started)
+        seconds.append(synchronized_time() - started)
     transport.finish_step()
     return median(seconds[1:]) / 2  # the first one waits until the peer answers at all
 
 
-def answer_latency(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
+def echo_messages(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
     """Send each message of the previous stage back; its rank runs :func:`measure_latency`."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime import tensors_in
-from lightning_pipeoffload.runtime.shapes import ShapeOnly, memory_of, storage_of
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_key, storage_of
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,9 +26,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
+        inputs = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
-            key = memory_of(tensor)
+            key = storage_key(tensor)
             if key in self._num_tensors or key not in inputs:
                 self._add(key, tensor)
         self.peak = max(self.peak, self._now)

@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime import (
     tensors_in,
 )
 from lightning_pipeoffload.runtime.batch import batch_leaves
-from lightning_pipeoffload.runtime.cut import StepTrace, find_alike_saving, loss_in
+from lightning_pipeoffload.runtime.cut import StepTrace, find_alike_saved_bytes, loss_in
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory import (
@@ -50,9 +50,9 @@ from lightning_pipeoffload.runtime.shapes import (
     KernelsOnZeros,
     ShapeOnly,
     ValueNeededError,
-    memory_of,
+    storage_key,
 )
-from lightning_pipeoffload.runtime.step import Microbatch, backward_on, run_checkpointed
+from lightning_pipeoffload.runtime.step import Microbatch, backward_mode, run_checkpointed
 from lightning_pipeoffload.runtime.tensor_parallel import sent_bytes
 from lightning_pipeoffload.runtime.users_code import (
     TRACE,
@@ -65,7 +65,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     Fetch,
     WeightGradQueue,
     WeightInputKeeper,
-    mark_at_once,
+    mark_computed_in_b,
 )
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import Kind, MemoryPart
@@ -124,8 +124,8 @@ class StageStores(WeightInputKeeper):
     def pack_weight_input(self, x: Tensor) -> Saved:
         return self.running.pack_weight_input(x)
 
-    def keep_for_weight(self, tensor: Tensor) -> Fetch:
-        return self.running.keep_for_weight(tensor)
+    def keep_until_w(self, tensor: Tensor) -> Fetch:
+        return self.running.keep_until_w(tensor)
 
     @override
     def unpack(self, packed: Any) -> Tensor:
@@ -136,7 +136,7 @@ class StageStores(WeightInputKeeper):
         return self.running.unpack_for_b(packed)
 
 
-def measure_shapes(
+def measure_saved_memory(
     pipeline: Pipeline, part: Microbatch, recompute: str | None = None
 ) -> list[SavedMemory]:
     """Return the saved bytes of every stage for one microbatch, from a run without values.
@@ -159,17 +159,17 @@ def measure_shapes(
 def _measure(
     pipeline: Pipeline, part: Microbatch, recompute: str, kernels: KernelsOnZeros
 ) -> list[SavedMemory]:
-    measuring = _MeasuringPass(pipeline, part, recompute, kernels)
+    measuring = _MemoryTrace(pipeline, part, recompute, kernels)
     try:
-        with measuring.running():
+        with measuring.tracing():
             # As F does: sizes may depend on the step's random numbers.
             seed_all(mix_seed(part.seed, 0))
             pipeline.records.generators.seed(mix_seed(part.seed, 0))
-            with measuring.keeping():
+            with measuring.saving_to_stores():
                 result = part.run(TRACE)
             measuring.run_backward(loss_in(result))
     except (ValueNeededError, RuntimeError) as error:
-        if kernels.add_from(error, pipeline.chain.blocks):  # in a backward
+        if kernels.register_from_error(error, pipeline.chain.blocks):  # in a backward
             return _measure(pipeline, part, recompute, kernels)
         if not isinstance(error, ValueNeededError):
             raise
@@ -179,7 +179,7 @@ def _measure(
     return measuring.memories
 
 
-class _MeasuringPass(StepTrace):
+class _MemoryTrace(StepTrace):
     def __init__(
         self, pipeline: Pipeline, part: Microbatch, recompute: str, kernels: KernelsOnZeros
     ) -> None:
@@ -195,14 +195,14 @@ class _MeasuringPass(StepTrace):
         blocks = [range(len(self.chain))] if is_alone else [stage.blocks for stage in stages]
         # Cheap recomputation computes a block's values from those before it on its stage.
         runs_all = recompute == "cheap" and not is_alone
-        alike = {} if runs_all else find_alike_saving(self.chain, part.record, blocks)
+        alike = {} if runs_all else find_alike_saved_bytes(self.chain, part.record, blocks)
         self.outputs = {index: part.record.outputs[index] for index in alike}
         self._alike_stages = alike if is_alone else {}
         # How many others of its stage a block counts for.
         self._num_alike = Counter(() if is_alone else alike.values())
         self._slices: Sequence[SequenceSlice] = ()
         if part.record.sequence is not None:
-            of_slices = part.record.in_slices(pipeline.settings.num_sequence_slices)
+            of_slices = part.record.slice_records(pipeline.settings.num_sequence_slices)
             self._slices = of_slices[0].sequence_slices
         self._cuts: dict[Any, tuple[Tensor, Tensor]] = {}
         self._of_stages = [[SavedMemory() for _ in self._slices or (None,)] for _ in stages]
@@ -212,7 +212,7 @@ class _MeasuringPass(StepTrace):
         self._hooks: list[RemovableHandle] = []
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def saving_to_stores(self) -> Iterator[None]:
         resident = self._record_resident()
         lanes = make_lanes(torch.device("cpu"))  # nothing is copied
         settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
@@ -227,10 +227,10 @@ class _MeasuringPass(StepTrace):
         ):
             if self._recompute == "cheap":
                 self._cheap = CheapRecompute((Tensor, ShapeOnly))
-            is_once = self.record.calls.is_once
+            is_sequential = self.record.calls.is_sequential
             with (
                 self._cheap.saving() if self._cheap else nullcontext(),
-                nullcontext() if is_once else _BeforeEachFunction(self._begin_stage_of),
+                nullcontext() if is_sequential else _BeforeEachFunction(self._begin_stage_of),
             ):
                 yield
 
@@ -240,10 +240,10 @@ class _MeasuringPass(StepTrace):
         for slot in find_slots(self.module):
             tensor: Any = slot.tensor
             if slot.kind == "_parameters":
-                weight_grad_kernels.mark(tensor, slot.name not in self._left_to_b)
+                weight_grad_kernels.mark_deferrable(tensor, slot.name not in self._left_to_b)
                 tensor._is_param = True
                 if slot.name in self._at_once:
-                    mark_at_once(tensor)
+                    mark_computed_in_b(tensor)
                 if tensor.requires_grad:  # to which a backward adds, as later microbatches do
                     tensor.grad = ShapeOnly.like(tensor, slot.name)
             resident.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
@@ -268,10 +268,10 @@ class _MeasuringPass(StepTrace):
 
     @override
     @contextmanager
-    def around_chunks(self) -> Iterator[None]:
+    def around_loss_chunks(self) -> Iterator[None]:
         with LiveBytes() as live:
             yield
-        self._of_stages[self._stores.stage][self._stores.slice].add_workspace(live.peak)
+        self._of_stages[self._stores.stage][self._stores.slice].record_workspace(live.peak)
 
     @override
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -281,9 +281,9 @@ class _MeasuringPass(StepTrace):
         memory.collective_bytes[Kind.B if self._is_backward else Kind.F] += sent
 
     @override
-    def _drop(self, written: Tensor) -> bool:
+    def _drops_write(self, written: Tensor) -> bool:
         """Drop writes after the blocks too, as of metrics: nothing reads them here."""
-        return super()._drop(written) or self.segment == len(self.chain)
+        return super()._drops_write(written) or self.segment == len(self.chain)
 
     def _begin_stage_of(self, operands: Any) -> None:
         if not self._is_in_block:
@@ -300,7 +300,7 @@ class _MeasuringPass(StepTrace):
     @override
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         if index in self.outputs:
-            return self._leave_out(index, (args, kwargs))
+            return self._skip_block(index, (args, kwargs))
         if self._slices:
             return self._run_in_slices(index, args, kwargs)
         return self._run_whole(index, self.chain.plain_calls[index], args, kwargs)
@@ -325,7 +325,7 @@ class _MeasuringPass(StepTrace):
         for part in self._slices:
             self._stores.slice = part.index
             on_slice = BlockOnSlice(self.chain.block_name(index), index, part, earlier)
-            cut = self._cut(part, (args, kwargs), dims.arguments[call])
+            cut = self._slice_arguments(part, (args, kwargs), dims.arguments[call])
             output = self._run_whole(index, partial(on_slice.run, plain), *cut)
             tensors = output_tensors(output)
             for leaf in tensors:
@@ -342,25 +342,25 @@ class _MeasuringPass(StepTrace):
         joined = zip(zip(*parts, strict=True), dims.outputs[call], strict=True)
         return self._part.record.outputs[call].fill([torch.cat(p, dim) for p, (dim, *_) in joined])
 
-    def _cut(self, part: SequenceSlice, arguments: Any, dims: Sequence[Dims]) -> Any:
+    def _slice_arguments(self, part: SequenceSlice, arguments: Any, dims: Sequence[Dims]) -> Any:
         """Return a slice of the arguments of a call; arguments of several blocks are cut once."""
         leaves, form = tree_flatten(arguments)
         for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
             if not isinstance(leaf, Tensor):
                 leaves[place] = private_copy(leaf)  # a cache of keys, say
             elif of:
-                key = part.index, memory_of(leaf), leaf.shape, leaf.storage_offset()
+                key = part.index, storage_key(leaf), leaf.shape, leaf.storage_offset()
                 if key not in self._cuts:
                     self._cuts[key] = leaf, part.cut(leaf, of)
                 leaves[place] = self._cuts[key][1]
         return tree_unflatten(leaves, form)
 
-    def _leave_out(self, index: int, arguments: Any) -> Any:
+    def _skip_block(self, index: int, arguments: Any) -> Any:
         output = self.outputs[index]
         form = self._part.device, self.chain.output_origins(index)
         shapes = [ShapeOnly(meta, *form) for meta in output.metas]
         inputs = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
-        return output.fill(_LeftOut.apply(output, shapes, *inputs))
+        return output.fill(_SkippedBlock.apply(output, shapes, *inputs))
 
     @contextmanager
     def _again_in_block(self) -> Iterator[None]:
@@ -377,7 +377,7 @@ class _MeasuringPass(StepTrace):
                 memory.measure_forward(store)
         self._before.measure_forward(self._stores.before)
         self._is_backward = True
-        with backward_on(self._part.device), self._queue:
+        with backward_mode(self._part.device), self._queue:
             self._part.differentiate(loss)
         self._measure_backward_until(-1, -1)
         self._before.measure_backward(self._queue, self._stores.before)
@@ -400,7 +400,7 @@ class _MeasuringPass(StepTrace):
         """Measure the stages after ``stage``, whose B is finished; that of ``block`` begins."""
         if not self._is_backward:  # a backward of the step's own
             return
-        if not self.record.calls.is_once:
+        if not self.record.calls.is_sequential:
             self._stores.stage = stage if stage >= 0 else len(self._stores.stores) - 1
             if stage >= 0:  # the backward comes back to later stages
                 return
@@ -447,7 +447,7 @@ class _CopiedSlice(torch.autograd.Function):
         return gradient.clone()
 
 
-class _LeftOut(torch.autograd.Function):
+class _SkippedBlock(torch.autograd.Function):
     """Stands for a block that does not run; its outputs and input gradients are shapes."""
 
     @staticmethod

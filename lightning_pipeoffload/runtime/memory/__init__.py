@@ -12,6 +12,6 @@ from .host_memory import (
     staging_bytes,
 )
 from .recompute import CheapRecompute, check_recompute
-from .saved_memory import KeptForLater, SavedMemory
+from .saved_memory import BytesForLaterSlices, SavedMemory
 from .saved_tensor import Saved, SavedTensor
-from .stage_store import ActivationStore, Held, HostBytes, OffloadSettings, address_of
+from .stage_store import ActivationStore, HeldBytes, HostBytes, OffloadSettings, address_of

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime import generator_state, replayed_generator
-from lightning_pipeoffload.runtime.shapes import is_plain, storage_of
+from lightning_pipeoffload.runtime.shapes import has_plain_storage, storage_of
 
 aten = torch.ops.aten
 
@@ -88,11 +88,11 @@ class ValueSource:
         """Read the value from the store from now on, by ``handle``."""
         self.tensor, self.call, self._handle, self._num_bytes = None, None, handle, num_bytes
 
-    def leaves(self) -> Iterator[Tensor]:
+    def tensors_to_save(self) -> Iterator[Tensor]:
         """Yield the unsaved tensors that have to be saved to recompute this value."""
         if self.call is not None:
             for source in self.call.inputs():
-                yield from source.leaves()
+                yield from source.tensors_to_save()
         elif self.tensor is not None:
             yield self.tensor
 
@@ -102,13 +102,13 @@ class ValueSource:
             return all(source.is_intact() for source in self.call.inputs())
         return self.tensor is None or self.tensor._version == self.version
 
-    def claim(self, store: Store, for_w: bool) -> None:
+    def register_use(self, store: Store, for_w: bool) -> None:
         """Register a future use of the value, in W if ``for_w``, else in B.
 
         The tensors that it is computed from are saved in ``store``.
         """
         if self.call is not None:
-            self.call.claim(store, for_w)
+            self.call.register_use(store, for_w)
         elif self.tensor is not None:
             self.kept_as(store.pack(self.tensor), self._num_bytes)
 
@@ -160,11 +160,11 @@ class CheapCall:
     def inputs(self) -> Iterator[ValueSource]:
         return (argument for argument in self._arguments if isinstance(argument, ValueSource))
 
-    def claim(self, store: Store, for_w: bool) -> None:
+    def register_use(self, store: Store, for_w: bool) -> None:
         uses = self._in_w if for_w else self._in_b
         if not uses.num_claims:
             for source in self.inputs():
-                source.claim(store, for_w)
+                source.register_use(store, for_w)
         uses.num_claims += 1
 
     def result(self, index: int, store: Store, for_w: bool) -> Tensor:
@@ -243,7 +243,7 @@ class CallRecorder(TorchDispatchMode):
         return (
             bool(tensors)
             and tensors[0] is args[0]
-            and all(type(t) in kinds and is_plain(t) for t in tensors)
+            and all(type(t) in kinds and has_plain_storage(t) for t in tensors)
             and not any(isinstance(value, Tensor) for value in options.values())
         )
 
@@ -262,7 +262,9 @@ class CallRecorder(TorchDispatchMode):
 
     def _run_writing(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         written = args[0] if args and isinstance(args[0], Tensor) else None
-        call = None if written is None else self._rewrite(func, written, args[1:], options)
+        call = (
+            None if written is None else self._out_of_place_call(func, written, args[1:], options)
+        )
         result = func(*args, **options)
         for tensor in (*args, *options.values()):
             if isinstance(tensor, Tensor):
@@ -272,7 +274,7 @@ class CallRecorder(TorchDispatchMode):
             self._remember(written, ValueSource(call=call), written._version + 1)
         return result
 
-    def _rewrite(
+    def _out_of_place_call(
         self, func: Any, written: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
     ) -> CheapCall | None:
         """Return a call that computes the value that ``func`` will write; None if none can."""

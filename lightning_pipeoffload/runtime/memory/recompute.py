@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.memory.cheap_calls import CallRecorder, ValueSource
-from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
+from lightning_pipeoffload.runtime.memory.saved_tensor import make_stand_in, parameter_of_cast
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.weight_grad import (
     Fetch,
@@ -43,7 +43,7 @@ _SMALLEST_SHARE = 1 / 8
 
 
 @dataclass
-class _Kept:
+class _SavedHandle:
     """A tensor saved by the surrounding hooks, and its version at that time."""
 
     handle: Any
@@ -78,7 +78,8 @@ class CheapRecompute(WeightInputKeeper):
     """
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
-        # Not NO_HOOKS: the recorder would see each detach(), and _pass_on() has done it.
+        # Not NO_HOOKS: the recorder would see each detach(), and _save_with_outer_hooks() has done
+        # it.
         hooks: Hooks = saving_hooks() or (_identity, _identity)
         self._pack_around, self._unpack_around = hooks
         keeper = self._keeper_around = keeper_of(hooks)
@@ -105,16 +106,16 @@ class CheapRecompute(WeightInputKeeper):
         self._kept_of[last] = self._kept
         self._kept = self._kept_of.pop(stage, {})
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _SavedHandle:
         """Save a tensor that a recipe needs."""
         return self._keep(tensor, is_weight_input=False)
 
     @override
-    def pack_weight_input(self, x: Tensor) -> _Kept | _RecomputedTensor:
+    def pack_weight_input(self, x: Tensor) -> _SavedHandle | _RecomputedTensor:
         return self._pack(x, is_weight_input=True)
 
     @override
-    def unpack(self, packed: _Kept | _RecomputedTensor) -> Tensor:
+    def unpack(self, packed: _SavedHandle | _RecomputedTensor) -> Tensor:
         if isinstance(packed, _RecomputedTensor):
             return self._value(packed)
         tensor = self._unpack_around(packed.handle)
@@ -127,7 +128,7 @@ class CheapRecompute(WeightInputKeeper):
         return tensor
 
     @override
-    def unpack_for_b(self, packed: _Kept | _RecomputedTensor) -> tuple[Tensor, Fetch | None]:
+    def unpack_for_b(self, packed: _SavedHandle | _RecomputedTensor) -> tuple[Tensor, Fetch | None]:
         if isinstance(packed, _RecomputedTensor) and packed.for_w:
             stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
             return stand_in, partial(self._value, packed)
@@ -135,9 +136,11 @@ class CheapRecompute(WeightInputKeeper):
             return self.unpack(packed), None
         return self._keeper_around.unpack_for_b(packed.handle)
 
-    def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _RecomputedTensor:
+    def _pack(
+        self, tensor: Tensor, is_weight_input: bool = False
+    ) -> _SavedHandle | _RecomputedTensor:
         if type(tensor) not in self._kinds:
-            return self._pass_on(tensor, is_weight_input)
+            return self._save_with_outer_hooks(tensor, is_weight_input)
         origin = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
         if origin is None:
             return self._keep(tensor, is_weight_input)
@@ -155,7 +158,7 @@ class CheapRecompute(WeightInputKeeper):
         self, source: ValueSource, value_offset: int, tensor: Tensor, is_weight_input: bool
     ) -> _RecomputedTensor:
         for_w = is_weight_input and not source.is_needed_in_b and source.bytes_read <= tensor.nbytes
-        source.claim(self, for_w)
+        source.register_use(self, for_w)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _RecomputedTensor(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
 
@@ -169,7 +172,7 @@ class CheapRecompute(WeightInputKeeper):
             return False
         if tensor.nbytes < _SMALLEST_SHARE * source.bytes_read:
             return False
-        needed = {id(leaf): leaf for leaf in source.leaves() if not self._is_kept(leaf)}
+        needed = {id(leaf): leaf for leaf in source.tensors_to_save() if not self._is_kept(leaf)}
         return sum(leaf.nbytes for leaf in needed.values()) < tensor.nbytes
 
     def _is_kept(self, tensor: Tensor) -> bool:
@@ -178,19 +181,19 @@ class CheapRecompute(WeightInputKeeper):
         kept = self._kept.get(storage_of(tensor)._cdata)
         return kept is not None and not kept.expired()
 
-    def _keep(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
+    def _keep(self, tensor: Tensor, is_weight_input: bool) -> _SavedHandle:
         storage = storage_of(tensor)
         self._kept[storage._cdata] = StorageWeakRef(storage)
-        return self._pass_on(tensor, is_weight_input)
+        return self._save_with_outer_hooks(tensor, is_weight_input)
 
-    def _pass_on(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
+    def _save_with_outer_hooks(self, tensor: Tensor, is_weight_input: bool) -> _SavedHandle:
         """Save a tensor with the enclosing saved-tensors hooks, detached from its graph."""
         # A node that holds its own output is never freed.
         is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
         # The hooks recognize a cast parameter, which need not be saved, by its node.
-        detaches = is_in_graph and cast_parameter(tensor) is None
+        detaches = is_in_graph and parameter_of_cast(tensor) is None
         pack = self._pack_input_around if is_weight_input else self._pack_around
-        return _Kept(pack(tensor.detach() if detaches else tensor), tensor._version)
+        return _SavedHandle(pack(tensor.detach() if detaches else tensor), tensor._version)
 
 
 def check_recompute(recompute: str) -> None:

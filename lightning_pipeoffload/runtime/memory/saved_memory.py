@@ -9,7 +9,7 @@ from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 from lightning_pipeoffload.schedule import Kind, MemoryPart
 
 
-class KeptForLater(NamedTuple):
+class BytesForLaterSlices(NamedTuple):
     """The tensors that a slice of a sequence keeps for later slices.
 
     Attributes:
@@ -41,17 +41,17 @@ class SavedMemory:
         self.activation_bytes: int | None = None
         self.weight_input_bytes: int | None = None
         self.residue_bytes: int | None = None
-        self.for_later = KeptForLater()
+        self.for_later = BytesForLaterSlices()
         self.deferred_flops: int | None = None
         self.workspace_bytes = 0
         self.collective_bytes = {Kind.F: 0.0, Kind.B: 0.0}
         self._measures_all = measures_all
 
-    def measure_all(self, measures_all: bool) -> None:
+    def set_measure_all(self, measures_all: bool) -> None:
         """Set whether to measure every microbatch of the next step."""
         self._measures_all = measures_all
 
-    def add_workspace(self, peak: int) -> None:
+    def record_workspace(self, peak: int) -> None:
         """Record the peak bytes of one chunked loss; ``workspace_bytes`` is the largest of them."""
         self.workspace_bytes = max(self.workspace_bytes, peak)
 
@@ -66,20 +66,22 @@ class SavedMemory:
         return self._measures_all or self.activation_bytes is None
 
     def measure_forward(
-        self, store: ActivationStore | None, for_later: KeptForLater | None = None
+        self, store: ActivationStore | None, for_later: BytesForLaterSlices | None = None
     ) -> None:
         """Measure the bytes in ``store`` after F, and those kept for later slices, if due."""
         if store and self.is_due:
-            self.for_later = KeptForLater(*map(max, self.for_later, for_later or self.for_later))
+            self.for_later = BytesForLaterSlices(
+                *map(max, self.for_later, for_later or self.for_later)
+            )
             self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
             for_w = store.saved_bytes(MemoryPart.FOR_W)
             self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
 
-    def add_for_later(self, kept: KeptForLater, times: int) -> None:
+    def add_for_later(self, kept: BytesForLaterSlices, times: int) -> None:
         """Add the memory that ``times`` alike blocks keep for later slices; ``kept`` is of one."""
         sizes = self.for_later.num_bytes + times * kept.num_bytes
         gradients = self.for_later.gradient_bytes + times * kept.gradient_bytes
-        self.for_later = KeptForLater(sizes, gradients, kept.num_tokens)
+        self.for_later = BytesForLaterSlices(sizes, gradients, kept.num_tokens)
 
     def add(self, other: SavedMemory) -> None:
         """Add the bytes that code before the blocks saves, none of them for later slices."""

@@ -53,7 +53,7 @@ class Resident:
         return self._tensor
 
 
-class Cast:
+class SavedCast:
     """A parameter in another dtype, as under autocast: cast again instead of saved."""
 
     def __init__(self, parameter: Tensor, cast: Tensor) -> None:
@@ -180,7 +180,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def cast_parameter(tensor: Tensor) -> Tensor | None:
+def parameter_of_cast(tensor: Tensor) -> Tensor | None:
     """Return the parameter of which ``tensor`` is a cast or a view of a cast; None if it is not."""
     node: Any = tensor.grad_fn
     for _ in range(3):

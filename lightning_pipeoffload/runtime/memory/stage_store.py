@@ -36,14 +36,14 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.device import CopyLanes, Lane, is_on
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
-    Cast,
     Resident,
     Saved,
+    SavedCast,
     SavedShape,
     SavedShard,
     SavedStorage,
     SavedTensor,
-    cast_parameter,
+    parameter_of_cast,
 )
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputKeeper
@@ -57,7 +57,7 @@ HostBytes = dict[MemoryPart, int]
 """The most bytes of the host that each part of a stage's saved tensors has needed so far."""
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Saved bytes of one stage and microbatch, or of a rank.
 
     Attributes:
@@ -156,13 +156,13 @@ class ActivationStore(WeightInputKeeper):
     def pack_weight_input(self, x: Tensor) -> Saved:
         return self._pack(x, MemoryPart.FOR_W)
 
-    def keep_for_weight(self, tensor: Tensor) -> Fetch:
+    def keep_until_w(self, tensor: Tensor) -> Fetch:
         """Store an output gradient until W; return a function that returns it to W."""
         return partial(self.unpack, self._pack(tensor, MemoryPart.GRADIENT))
 
     @override
     def unpack(self, packed: Saved) -> Tensor:
-        with self._named():
+        with self._prefixing_errors():
             return packed.unpack()
 
     @override
@@ -184,10 +184,10 @@ class ActivationStore(WeightInputKeeper):
         return sum(s.num_bytes for s in list(self._storages.values()) if s.part in parts)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         moving = _num_bytes([*self._offloading, *self._reloading])
         on_device = sum(storage.num_bytes for storage in self._on_device())
-        return Held(on_device, moving + _num_bytes(self._on_host), moving)
+        return HeldBytes(on_device, moving + _num_bytes(self._on_host), moving)
 
     def _pack(self, tensor: Tensor, part: MemoryPart) -> Saved:
         if type(tensor) not in _PLAIN:
@@ -199,14 +199,14 @@ class ActivationStore(WeightInputKeeper):
 
     def _saved(self, plain: Tensor, tensor: Tensor, part: MemoryPart) -> Saved:
         """Save ``plain``: the tensor itself, or the meta tensor of a shape-only one."""
-        if self._stays(plain):
+        if self._is_never_copied(plain):
             return Resident(plain)
-        parameter = None if part == MemoryPart.GRADIENT else cast_parameter(tensor)
+        parameter = None if part == MemoryPart.GRADIENT else parameter_of_cast(tensor)
         if parameter is None:
             return self._keep(plain, part)
-        return Cast(parameter, tensor) if plain is tensor else Resident(plain)
+        return SavedCast(parameter, tensor) if plain is tensor else Resident(plain)
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _is_never_copied(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
         # A host tensor would be copied by the host, out of the lane's order.
@@ -244,7 +244,7 @@ class ActivationStore(WeightInputKeeper):
             WrittenInPlaceError: A storage was written in place since it was saved.
             HostMemoryError: The host has too little memory.
         """
-        with self._named():
+        with self._prefixing_errors():
             self.measure_host_bytes()
             lane = self._settings.lanes.d2h
             for part, storages in self._by_part():
@@ -253,9 +253,9 @@ class ActivationStore(WeightInputKeeper):
                 for storage in storages:
                     source, what = storage.bytes_to_copy(), f"{storage.description} to the host"
                     _copy(lane, storage, source, slab, what, to_host=True)
-                self._offloading.append(_Copied(part, storages, slab, lane.mark()))
+                self._offloading.append(_Copied(part, storages, slab, lane.record_event()))
 
-    def measure(self) -> Held:
+    def measure(self) -> HeldBytes:
         """Return the bytes held after an action; measure the parts' host bytes if that is due."""
         if self.is_measured:
             self.measure_host_bytes()
@@ -277,9 +277,9 @@ class ActivationStore(WeightInputKeeper):
             WrittenInPlaceError: A storage was written in place while it was copied.
             CopyError: A copy has failed.
         """
-        with self._named():
+        with self._prefixing_errors():
             for group in self._offloading:
-                self._settings.lanes.d2h.hold_compute(group.copied)
+                self._settings.lanes.d2h.make_compute_wait(group.copied)
                 for storage in group.storages:
                     storage.free()
         self._on_host += self._offloading
@@ -289,7 +289,7 @@ class ActivationStore(WeightInputKeeper):
     def reload(self, parts: MemoryPart) -> None:
         """Allocate device memory for offloaded storages of ``parts``; start to copy them back."""
         lane = self._settings.lanes.h2d
-        with self._named():
+        with self._prefixing_errors():
             for group in [group for group in self._on_host if group.part in parts]:
                 self._on_host.remove(group)
                 targets = [storage.allocate() for storage in group.storages]
@@ -298,25 +298,25 @@ class ActivationStore(WeightInputKeeper):
                 for storage, target in zip(group.storages, targets, strict=True):
                     what = f"{storage.description} from the host"
                     _copy(lane, storage, target, group.slab, what, to_host=False)
-                group.loaded = lane.mark()
+                group.loaded = lane.record_event()
                 self._reloading.append(group)
 
-    def arrive(self, parts: MemoryPart) -> None:
+    def wait_for_reload(self, parts: MemoryPart) -> None:
         """Make the compute lane wait for copies back, and return the host memory to the pool."""
-        with self._named():
+        with self._prefixing_errors():
             for group in [group for group in self._reloading if group.part in parts]:
                 self._reloading.remove(group)
-                self._settings.lanes.h2d.hold_compute(group.loaded)
+                self._settings.lanes.h2d.make_compute_wait(group.loaded)
                 group.slab.release()
 
-    def drop(self) -> None:
+    def release_slabs(self) -> None:
         """Return the host memory once the compute lane has waited; no backward follows."""
         lanes = self._settings.lanes
-        with self._named():
+        with self._prefixing_errors():
             for group in self._reloading:
-                lanes.h2d.hold_compute(group.loaded)
+                lanes.h2d.make_compute_wait(group.loaded)
             for group in [*self._offloading, *self._on_host]:
-                lanes.d2h.hold_compute(group.copied)
+                lanes.d2h.make_compute_wait(group.copied)
         for group in [*self._offloading, *self._on_host, *self._reloading]:
             group.slab.release()
         self._offloading, self._on_host, self._reloading = [], [], []
@@ -326,7 +326,7 @@ class ActivationStore(WeightInputKeeper):
         return [(part, storages) for part, storages in by_part if storages]
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _prefixing_errors(self) -> Iterator[None]:
         """Prefix an error's message with stage and microbatch."""
         try:
             yield

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import TensorSpec
 from lightning_pipeoffload.runtime.comm import PendingParameters, Transport
-from lightning_pipeoffload.runtime.device import ActionTimer, is_profiled, mark
+from lightning_pipeoffload.runtime.device import ActionTimer, is_profiled, profiler_range
 from lightning_pipeoffload.runtime.run.mailbox import Mailbox
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step import Microbatch, StageRunner, forget_casts
@@ -35,7 +35,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     Schedule,
-    actions_ahead,
+    speculative_actions,
     tails,
 )
 
@@ -196,7 +196,7 @@ class Executor:
             self.timer.start_step(plan.num_sequence_slices)
             self.memory.start_step(self._actions, self.stages, plan.num_sequence_slices)
 
-    def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
+    def set_message_limits(self, schedule: Schedule, costs: Costs) -> None:
         """Set how many sends to each rank may be pending, and when receives are posted.
 
         Args:
@@ -226,7 +226,7 @@ class Executor:
         self._plan, self._used_costs = plan, self._costs
         self._actions: Sequence[Action] = plan[self.rank]
         self._keep = not plan.is_forward_only
-        self.mailbox.use(plan, self.rank, self._costs)
+        self.mailbox.use_plan(plan, self.rank, self._costs)
         by_tail = (tail.weights for tail in tails(self._actions))
         self._tails = {weights[0]: weights for weights in by_tail if weights}
         self._ahead: list[Action] | None = None
@@ -239,7 +239,7 @@ class Executor:
     ) -> list[Action]:
         """Run the actions that need no final weights, again if weights change; return the rest."""
         if self._ahead is None:
-            self._ahead = actions_ahead(self._plan)[self.rank]
+            self._ahead = speculative_actions(self._plan)[self.rank]
         there = {*actions}
         ahead = [action for action in self._ahead if action in there]
         there.difference_update(ahead)
@@ -281,7 +281,7 @@ class Executor:
     def _begin(self, *actions: Action) -> None:
         # Before the clock starts: the time of an action does not include waits.
         for action in actions if self.memory.offloads else ():
-            self.memory.arrive(action)
+            self.memory.wait_for_reload(action)
         self.timer.start()
 
     def _finish(self, *actions: Action) -> None:
@@ -304,13 +304,15 @@ class Executor:
         # The stage takes the message as late as possible, after the beginning of the step.
         receive: Callable[[], list[Tensor]] = partial(self.mailbox.receive, action, self.timer)
         if self._pending is not None and self._pending:
-            receive = self._with_weights(receive)
+            receive = self._await_pending_parameters(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if not self.mailbox.put(action, output) and microbatch.has_result:
             self._results[action.microbatch] = output
         self._finish(action)
 
-    def _with_weights(self, receive: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    def _await_pending_parameters(
+        self, receive: Callable[[], list[Tensor]]
+    ) -> Callable[[], list[Tensor]]:
         """Wait for the message, if there is one, then for the pending parameters."""
         assert self._pending is not None
         received = receive()
@@ -340,7 +342,7 @@ class Executor:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
             self._begin(action)
-            self.stages[action.stage].weight(self._microbatches[action.microbatch])
+            self.stages[action.stage].backward_weight(self._microbatches[action.microbatch])
             self._finish(action)
 
     def _run_tail(self, actions: list[Action]) -> None:
@@ -348,14 +350,14 @@ class Executor:
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
         self._begin(*actions)
-        self.stages[first.stage].last_weights(microbatches, self._listener)
+        self.stages[first.stage].run_regrouped_weights(microbatches, self._listener)
         self._finish(*actions)
         self._regrouped.update(others)
 
     def _declare_final(self, action: Action) -> None:
         """Declare all gradients of the stage final; waits for no replica and no step."""
         if self._listener is not None:
-            self._listener.announce(action.stage)
+            self._listener.mark_gradients_final(action.stage)
 
     def _specs_of(self, receive: Action) -> list[TensorSpec]:
         microbatch = self._microbatches[receive.microbatch]
@@ -364,5 +366,5 @@ class Executor:
 
 
 def _run_marked(run: Callable[[Action], None], action: Action) -> None:
-    with mark(str(action)):
+    with profiler_range(str(action)):
         run(action)

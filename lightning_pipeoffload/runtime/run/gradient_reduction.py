@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm import (
-    Bundle,
+    FlatBucket,
+    PersistentBuffers,
     Replicas,
-    SavedBuffers,
     SumsToOwners,
     in_buckets,
 )
@@ -51,7 +51,7 @@ class GradientReduction:
         parameters: Mapping[str, tuple[Tensor, frozenset[int]]],
         apart: Mapping[str, StageGradient],
         owner_of: Callable[[Tensor], int] | None = None,
-        buffers: SavedBuffers | None = None,
+        buffers: PersistentBuffers | None = None,
     ) -> None:
         self._replicas, self._owner_of, self._buffers = replicas, owner_of, buffers
         self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
@@ -67,7 +67,7 @@ class GradientReduction:
         self._wait_for_union: Callable[[], None] = _nothing
         self._to_owners: SumsToOwners | None = None
 
-    def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+    def mark_gradients_final(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``.
 
         The gradients of parameters in ``coming`` become final in later W's.
@@ -78,7 +78,7 @@ class GradientReduction:
         later = {self._names[id(parameter)] for parameter in coming}
         self._add_final(name for name in self._trained if name not in later)
 
-    def finish(self, parameter: Tensor) -> None:
+    def finish_parameter(self, parameter: Tensor) -> None:
         """Record that the last W of a parameter has run."""
         name = self._names[id(parameter)]
         if name in self._trained:
@@ -94,7 +94,7 @@ class GradientReduction:
         self._wait_for_union()  # of the step before
         absent = [name for bucket in buckets for name in bucket.absent]
         here = torch.tensor([name not in absent for name in self._trained], dtype=torch.uint8)
-        self._wait_for_union = self._replicas.start_union(here)
+        self._wait_for_union = self._replicas.start_logical_or(here)
         for bucket in buckets:
             bucket.end()
         if absent:
@@ -104,11 +104,11 @@ class GradientReduction:
                     self._holders[name].grad = None
         self._begin()
         if self._buffers is not None:
-            self._buffers.copy_first()
+            self._buffers.broadcast_from_first()
 
     def _make_buckets(self) -> list[_Bucket]:
         """Make buckets, in the order in which gradients became final on replica 0."""
-        order: list[str] = self._replicas.first(list(self._final))
+        order: list[str] = self._replicas.broadcast_object(list(self._final))
         if different := sorted({*order} ^ {*self._trained}):
             raise RuntimeError(
                 f"{different[0]} is trained by some replicas of the pipeline and not by others; "
@@ -174,7 +174,7 @@ class _Bucket:
         for name in self.absent:
             tensor = self._tensors[name]
             self._holders[name].grad = torch.zeros_like(tensor, dtype=tensor.grad_dtype)
-        self._bundle = Bundle([*self._gradients()])
+        self._bundle = FlatBucket([*self._gradients()])
         flat = self._bundle.flat
         flat.div_(replicas.num)  # before they are added, so that half precision does not overflow
         numbers = torch.view_as_real(flat) if flat.is_complex() else flat
@@ -247,7 +247,7 @@ class _OwnedBucket(_Bucket):
         if remote is None or remote.dtype != part.dtype:
             remote = RemoteGradient.of_replica(part, name, self._owners[name])
             self._remote[name] = remote
-        remote.set_size(None)
+        remote.set_norms(None)
         return remote
 
 

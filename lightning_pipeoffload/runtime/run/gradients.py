@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm import (
-    Bundle,
+    FlatBucket,
     HostGroup,
     PipelineGroup,
     in_buckets,
@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.comm import (
 from lightning_pipeoffload.runtime.cut import SplitModule, StepRecords
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
-    has_gradient_in_parts,
+    has_partial_gradient,
     is_shard,
     local_part,
 )
@@ -67,16 +67,16 @@ class Gradients:
         ranks call it, before the first training step.
         """
         group = self._group
-        group.connect_sharing(tensors.ranks_sharing())
+        group.make_sharing_groups(tensors.ranks_sharing())
         self._parameters = [*tensors.canonical_parameters().values()]
         self._shared = []
         for name, parameter, ranks in tensors.shared_parameters():
-            group.copy_among(ranks, [parameter])
+            group.broadcast_among(ranks, [parameter])
             trains = partial(records.always_train, frozenset(tensors.aliases(name)))
             self._shared.append(_Shared(parameter, ranks, trains))
-        group.copy_from_root(tensors.common_buffers())
+        group.broadcast_from_root(tensors.common_buffers())
         if group.num_tensor_ranks > 1:  # each draws a module that __init__ makes without a seed
-            group.copy_to_tensor_ranks(
+            group.broadcast_to_tensor_ranks(
                 [local_part(t) for t in tensors.distinct() if not is_shard(t)]
             )
         whole = [p for p in self._parameters if not is_shard(p)] if group.tensor_rank else []
@@ -85,7 +85,7 @@ class Gradients:
 
     # Gradients that one replica has for all
 
-    def divide(self, owner_of: Callable[[Tensor], int] | None) -> None:
+    def set_owners(self, owner_of: Callable[[Tensor], int] | None) -> None:
         """Set the replica that steps each parameter; None: all replicas step all parameters."""
         self.owner_of, self._is_divided = owner_of, False
 
@@ -93,7 +93,7 @@ class Gradients:
         """Record that the gradients are reduced over the replicas.
 
         If they are divided, each one is on its owner only from now on. So :meth:`sum` and
-        :meth:`largest` then include all replicas.
+        :meth:`max_over_ranks` then include all replicas.
         """
         self._is_divided = self.owner_of is not None
 
@@ -105,14 +105,16 @@ class Gradients:
         return self.owner_of(parameter) == self._group.replica
 
     @property
-    def sharing(self) -> HostGroup:
+    def gradient_group(self) -> HostGroup:
         """The processes that have the gradients of one model: a pipeline's, or all replicas'."""
         return self._group.world if self._is_divided else self._group
 
     @property
     def ranks(self) -> list[int]:
         """Global ranks that have the gradients of one model: of replica 0, or of all replicas."""
-        return self._group.ranks_of(1 if self.owner_of is None else self._group.num_replicas)
+        return self._group.ranks_of_first_replicas(
+            1 if self.owner_of is None else self._group.num_replicas
+        )
 
     def drop_remote(self) -> None:
         """Set gradients owned by other replicas to None, before further ones are added."""
@@ -128,20 +130,22 @@ class Gradients:
         own = [p for p in parameters if not isinstance(p, ShapeOnly)]
         return [*filter(self.owns, own)] if self._is_divided else own
 
-    def counted(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    def counted_gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the gradients that this rank adds to sums over ranks, by the parameter's position.
 
         So each gradient of the model counts once.
         """
         elsewhere = self._counted_elsewhere
-        counted = {
+        counted_gradients = {
             index: p.grad
             for index, p in enumerate(parameters)
             if not isinstance(p, ShapeOnly) and p.grad is not None and id(p) not in elsewhere
         }
         if not self._is_divided:
-            return counted
-        return {index: grad for index, grad in counted.items() if self.owns(parameters[index])}
+            return counted_gradients
+        return {
+            index: grad for index, grad in counted_gradients.items() if self.owns(parameters[index])
+        }
 
     # Sums
 
@@ -163,7 +167,7 @@ class Gradients:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-                self._group.reduce_among(shared.ranks, parameter.grad)
+                self._group.all_reduce_among(shared.ranks, parameter.grad)
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sum gradients of which each tensor rank has a part, such as those of norms."""
@@ -172,7 +176,7 @@ class Gradients:
             "lost a rank that shares its layers while summing their gradients"
         ):
             for names in in_buckets(gradients):
-                bundle = Bundle([gradients[name] for name in names])
+                bundle = FlatBucket([gradients[name] for name in names])
                 dist.all_reduce(bundle.flat, group=self._group.tensor_group())
                 bundle.unpack()
 
@@ -181,7 +185,7 @@ class Gradients:
         return {
             index: parameter.grad
             for index, parameter in parameters
-            if has_gradient_in_parts(parameter) and self.owns(parameter)
+            if has_partial_gradient(parameter) and self.owns(parameter)
             if parameter.grad is not None
         }
 
@@ -190,11 +194,11 @@ class Gradients:
         if shared.always_trains():
             return True
         has_any = torch.tensor(int(shared.parameter.grad is not None), device=self._group.device)
-        self._group.reduce_among(shared.ranks, has_any, dist.ReduceOp.MAX)
+        self._group.all_reduce_among(shared.ranks, has_any, dist.ReduceOp.MAX)
         return bool(has_any)
 
     @torch.no_grad()
-    def part_shared(self) -> None:
+    def prevent_double_counting(self) -> None:
         """Prevent the next sums over ranks and replicas from counting summed gradients twice.
 
         Only the first owner keeps the sum over ranks, and each tensor rank its share. Where
@@ -212,14 +216,14 @@ class Gradients:
                     parameter.grad.mul_(self._group.num_replicas)
             self.drop_remote()
 
-    def largest(self, number: Tensor) -> Tensor:
+    def max_over_ranks(self, number: Tensor) -> Tensor:
         """Return the maximum of a number over all ranks that share gradients."""
-        largest = number.clone()
+        max_over_ranks = number.clone()
         with reporting_lost_peers("lost a rank while looking for infinite gradients"):
-            self._group.reduce(largest, dist.ReduceOp.MAX, self._is_divided)
-        return largest
+            self._group.reduce(max_over_ranks, dist.ReduceOp.MAX, self._is_divided)
+        return max_over_ranks
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks that share gradients, on the device."""
         total = tensor.to(self._group.device, copy=True)
         with reporting_lost_peers("lost a rank while computing the gradient's norm"):

@@ -30,9 +30,9 @@ from lightning_pipeoffload.schedule import (
     OpenReceives,
     PendingSends,
     Schedule,
-    expected_during,
     lower,
-    most_pending,
+    max_pending_sends,
+    receives_to_post,
     recv_of,
     send_after,
 )
@@ -40,7 +40,7 @@ from lightning_pipeoffload.schedule import (
 _EXCHANGING = {Kind.F, Kind.B, Kind.BW}
 
 
-class _Ends(NamedTuple):
+class _ActionMessages(NamedTuple):
     """The messages at both ends of an F, B or BW; None: there is no such stage."""
 
     needed: Action | None
@@ -77,30 +77,32 @@ class Mailbox:
             self._schedule = schedule
             self._most_pending.clear()
             plan = schedule if schedule.has_transfers else lower(schedule)
-            self._most_pending.update(most_pending(plan, rank))
+            self._most_pending.update(max_pending_sends(plan, rank))
 
-    def use(self, plan: Schedule, rank: int, costs: Costs) -> None:
+    def use_plan(self, plan: Schedule, rank: int, costs: Costs) -> None:
         """Exchange the messages of another plan; ``costs`` decide when receives are posted."""
         self._plan = plan
         self._transport_of_plan = (
             ProfiledTransport(self.transport) if is_profiled() else self.transport
         )
-        self._ends = {a: self._ends_of(a) for a in plan[rank] if a.kind in _EXCHANGING}
+        self._ends = {a: self._messages_of(a) for a in plan[rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
-        self.receives = OpenReceives(plan, rank, self._post, expected_during(plan, rank, costs))
-        self._sends = PendingSends(plan, rank, self._transport_of_plan.release, self._most_pending)
+        self.receives = OpenReceives(plan, rank, self._post, receives_to_post(plan, rank, costs))
+        self._sends = PendingSends(
+            plan, rank, self._transport_of_plan.drain_sends, self._most_pending
+        )
 
-    def _ends_of(self, action: Action) -> _Ends:
+    def _messages_of(self, action: Action) -> _ActionMessages:
         first, last, receives, sends = 0, self._plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
         if action.kind is not Kind.F:
             first, last, receives, sends = last, first, Kind.RECV_B, Kind.SEND_B
         needed = None if action.stage == first else action._replace(kind=receives)
         if action.stage == last:
-            return _Ends(needed, None)
+            return _ActionMessages(needed, None)
         send = action._replace(kind=sends)
         is_sent = send_after(self._plan, action) is not None
-        return _Ends(needed, send if is_sent else recv_of(send))
+        return _ActionMessages(needed, send if is_sent else recv_of(send))
 
     def start_step(self) -> None:
         """Start a step: nothing is sent or received."""
@@ -110,7 +112,7 @@ class Mailbox:
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
-        self.receives.expect(actions)
+        self.receives.queue_receives(actions)
 
     def post(self, receive: Action) -> None:
         """Post a receive if it is not posted yet, without waiting; :meth:`receive` waits."""

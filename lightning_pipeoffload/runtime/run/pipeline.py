@@ -23,21 +23,21 @@ from lightning_pipeoffload.runtime.cut import (
     CallsError,
     Cut,
     CutSettings,
-    Room,
     SegmentCosts,
     SegmentUses,
     SplitModule,
+    StageMemoryLimits,
     StepRecord,
     StepRecords,
-    chain_of_calls,
+    chain_from_names,
     check_recompute_full,
     check_slices,
     check_step,
     cut,
+    default_chain,
     estimate_costs,
     find_chain,
     find_segments,
-    first_chain,
     impossible_cuts,
     mark_slots,
     stages_with,
@@ -45,16 +45,20 @@ from lightning_pipeoffload.runtime.cut import (
 from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
 from lightning_pipeoffload.runtime.sequence import attending_to_slices
-from lightning_pipeoffload.runtime.shapes import GradientChanges, drawing_anywhere, padding_anywhere
+from lightning_pipeoffload.runtime.shapes import (
+    GradientChanges,
+    pad_packed_on_shapes,
+    trunc_normal_on_shapes,
+)
 from lightning_pipeoffload.runtime.step import (
-    OwnGradients,
     StageContext,
     StageGradient,
     StageRunner,
     StepWrites,
+    SwappedGradients,
     caching_reads,
-    following_checkpoints,
     stage_gradients,
+    wrapping_checkpoints,
 )
 from lightning_pipeoffload.runtime.tensor_parallel import (
     ShardDraws,
@@ -66,7 +70,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     AddProduct,
     add_product_in_float32,
     add_product_to_grad,
-    mark_at_once,
+    mark_computed_in_b,
 )
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 
@@ -131,18 +135,18 @@ class Pipeline:
             self.gradients = Gradients(group)
         self.settings = settings
         is_given = settings.blocks is not None or parts is not None
-        chain = find_chain(module, settings.blocks) if is_given else first_chain(module)
+        chain = find_chain(module, settings.blocks) if is_given else default_chain(module)
         self._is_open = not chain.blocks  # the blocks are those that a step calls
         self._is_by_training = False
         self.trained = b""
         self.parts = parts
-        self._cut_at(chain)
+        self._set_chain(chain)
         if parts is not None:
             self.tensors.assign(parts.owners, find_slots(module))
             self._drop_remote()
         self.attach()
 
-    def _cut_at(self, chain: BlockChain) -> None:
+    def _set_chain(self, chain: BlockChain) -> None:
         self.chain = chain
         self.compiler = BlockCompiler(self.module, chain.blocks, self.settings.compile)
         self.records = StepRecords(
@@ -150,12 +154,14 @@ class Pipeline:
         )
         self._forget_cut()
 
-    def _cut_instead_at(self, names: list[str] | None) -> None:
+    def _replace_chain(self, names: list[str] | None) -> None:
         self.chain.release()
         self.compiler.undo_compilation()  # or its blocks seem to be compiled by the user
         module = self.module
         try:
-            self._cut_at(find_chain(module) if names is None else chain_of_calls(module, names))
+            self._set_chain(
+                find_chain(module) if names is None else chain_from_names(module, names)
+            )
         finally:
             self.compiler.compile()
             self.chain.intercept()
@@ -170,7 +176,7 @@ class Pipeline:
         self.compiler.undo_compilation()
         for names in (*self.records.find_chains(part, step, seed), None):
             try:
-                self._cut_instead_at(names)
+                self._replace_chain(names)
                 self.records.find(kind, part, step, seed)
             except ValueError as refused:
                 error = error or refused
@@ -184,7 +190,7 @@ class Pipeline:
 
     def _use_blocks(self, names: list[str]) -> None:
         if names != self.chain.names:
-            self._cut_instead_at(names)
+            self._replace_chain(names)
 
     def use_saved_blocks(self, names: list[str]) -> None:
         """Cut at the blocks that a fit was saved with, if the module still has them."""
@@ -194,7 +200,7 @@ class Pipeline:
             self._is_by_training = True
 
     @property
-    def _awaits_calls(self) -> bool:
+    def _must_choose_blocks(self) -> bool:
         is_chosen = self._is_by_training if torch.is_grad_enabled() else self.chain.blocks
         return self._is_open and not self.is_split and not is_chosen
 
@@ -234,8 +240,8 @@ class Pipeline:
 
     def _mark_parameters(self, slots: list[Slot]) -> None:
         for parameter in self.module.parameters():
-            weight_grad_kernels.mark(parameter)
-            mark_at_once(parameter, False)  # of another cut
+            weight_grad_kernels.mark_deferrable(parameter)
+            mark_computed_in_b(parameter, False)  # of another cut
         mark_slots(slots, self.chain)
 
     @property
@@ -272,7 +278,7 @@ class Pipeline:
             self._assigned.add(record)
         if self._num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
-            record = self.records.with_sequence(record, part, step, seed)
+            record = self.records.add_sequence_dims(record, part, step, seed)
             self._assigned.add(record)
         return record
 
@@ -291,11 +297,11 @@ class Pipeline:
 
     def _find_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         try:
-            if self._awaits_calls:
+            if self._must_choose_blocks:
                 self._find_chain(kind, part, step, seed)
             return self.records.find(kind, part, step, seed)
         except CallsError as error:
-            proposal = self.records.propose(part, step, seed)
+            proposal = self.records.propose_blocks(part, step, seed)
             raise ValueError(f"{error}{proposal}") from None
 
     def commit(self) -> None:
@@ -306,7 +312,7 @@ class Pipeline:
     def _drop_remote(self) -> None:
         self.tensors.drop_remote(self.gradient_changes, self.settings.places)
 
-    def notice_frozen(self) -> None:
+    def retrace_if_frozen(self) -> None:
         """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""
         trained = bytes([parameter.requires_grad for parameter in self.tensors.parameters])
         if trained != self.trained:
@@ -315,7 +321,7 @@ class Pipeline:
             if self.stages:
                 self.tensors.follow_requires_grad()
             for stage in self.stages.values():
-                stage.measure_anew()
+                stage.clear_measurements()
 
     @property
     def weight_flops(self) -> int:
@@ -325,7 +331,7 @@ class Pipeline:
 
     def attach(self) -> None:
         """Intercept the blocks' calls and weight gradients."""
-        self.tensors.attach()
+        self.tensors.restore_shapes()
         self.compiler.compile()
         self.chain.intercept()
         if self.stages:
@@ -334,9 +340,9 @@ class Pipeline:
         PATCHES.enter(weight_grad_kernels.deferring_kernels, self.device.type)
         if self.settings.num_sequence_slices > 1:
             PATCHES.enter(attending_to_slices, self.device.type)
-        PATCHES.enter(following_checkpoints)
-        PATCHES.enter(drawing_anywhere)
-        PATCHES.enter(padding_anywhere)
+        PATCHES.enter(wrapping_checkpoints)
+        PATCHES.enter(trunc_normal_on_shapes)
+        PATCHES.enter(pad_packed_on_shapes)
         if self._group is not None and self._group.num_tensor_ranks > 1:
             PATCHES.enter(waiting_for_collectives, self.device)
             PATCHES.enter(initializing_shards)
@@ -346,7 +352,7 @@ class Pipeline:
         """Restore the module, except for its remote tensors."""
         self.chain.release()
         self.compiler.undo_compilation()
-        self.tensors.detach()
+        self.tensors.make_loadable()
         _attached.discard(self)
         if not _attached:
             PATCHES.close()
@@ -355,12 +361,12 @@ class Pipeline:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
         if not self.committed:
             self._add_record(record)
-        self._writes.expect(record, self.cut.stages)
+        self._writes.add_traced_writes(record, self.cut.stages)
         if self._shard_draws is not None:
             self._shard_draws.expect(record.draws.modules, self.chain.blocks, self.settings.compile)
-        self._leave_to_b(record)
+        self._mark_weights_for_b(record)
         if self.settings.head_weight_grad == "B":
-            self._leave_head_to_b(record)
+            self._mark_head_for_b(record)
         if record.reads.common and len(self.tensors.local_stages) > 1:
             PATCHES.enter(caching_reads)
         if record.hooks.line and self._writes.is_by_users and not self.rank:
@@ -370,7 +376,7 @@ class Pipeline:
         if len(self.cut.stages) > 1:
             check_step(record, self.chain, self.cut.stages, self.tensors.owners_of)
 
-    def _leave_to_b(self, record: StepRecord) -> None:
+    def _mark_weights_for_b(self, record: StepRecord) -> None:
         """Mark weights whose gradient B computes: W is short, or some uses cannot wait for W.
 
         A deferred gradient keeps inputs and output gradients in memory: for adapters, those of the
@@ -386,9 +392,9 @@ class Pipeline:
                     self.left_to_b.update(self.tensors.aliases(name))
         for name, tensor in self.tensors.local_tensors().items():
             if name in self.left_to_b:
-                weight_grad_kernels.mark(tensor, waits=False)
+                weight_grad_kernels.mark_deferrable(tensor, waits=False)
 
-    def _leave_head_to_b(self, record: StepRecord) -> None:
+    def _mark_head_for_b(self, record: StepRecord) -> None:
         """Mark the weights used after the blocks: the last stage's B adds their gradients."""
         last = len(self.chain)
         for name, segments in record.segments.items():
@@ -396,7 +402,7 @@ class Pipeline:
                 self.at_once.update(self.tensors.aliases(name))
         for name, tensor in self.tensors.local_tensors().items():
             if name in self.at_once:
-                mark_at_once(tensor)
+                mark_computed_in_b(tensor)
 
     @torch.inference_mode(False)  # a validation may run before training
     def _add_record(self, record: StepRecord) -> None:
@@ -418,7 +424,7 @@ class Pipeline:
             self.settings.split,
             self.settings.slowness,
         )
-        room = Room.of_parameters(costs.parameters, self.settings.memory)
+        room = StageMemoryLimits.of_parameters(costs.parameters, self.settings.memory)
         stages = cut(self.chain, costs, ranks, split, slowness, room)
         self.cut = Cut(self.chain, stages, costs, slowness)
 
@@ -445,7 +451,7 @@ class Pipeline:
             gradients = [each for each in self.stage_gradients.values() if each.stage == index]
             context = StageContext(
                 self.cut.stages[index], len(self.cut.stages), self.chain, self.tensors,
-                self._writes, OwnGradients(gradients), self.records.generators,
+                self._writes, SwappedGradients(gradients), self.records.generators,
                 self.records.kernels, self.settings.recompute, self._add_product,
                 self.settings.head_weight_grad == "B",
             )  # fmt: skip
@@ -477,6 +483,6 @@ class Pipeline:
             for name, segments in self._uses.segments.items()
             if name in self.tensors.trainable
             and segments == {segment}
-            and self.chain.index_of(name) is None
+            and self.chain.enclosing_block(name) is None
         }
         return [name for name in names if name]

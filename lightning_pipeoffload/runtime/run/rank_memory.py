@@ -21,7 +21,7 @@ from lightning_pipeoffload.runtime.batch import batch_leaves
 from lightning_pipeoffload.runtime.device import CopyError, CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
-    Held,
+    HeldBytes,
     HostBudget,
     HostBytes,
     HostMemory,
@@ -48,15 +48,15 @@ _BYTES = {ACTIVATION: "activation_bytes", WAITING: "residue_bytes"}
 
 _Key = tuple[int, int]  # stage and microbatch
 
-_NONE_HELD = Held()
+_NONE_HELD = HeldBytes()
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """The bytes that a rank holds after ``action``, ``seconds`` after the start of the step."""
 
     seconds: float
     action: Action
-    held: Held
+    held: HeldBytes
 
 
 class Ledger:
@@ -69,12 +69,12 @@ class Ledger:
 
     def __init__(
         self,
-        measured: Callable[[Action], Held],
+        measured: Callable[[Action], HeldBytes],
         unmeasured: Callable[[Action], int] = lambda action: 0,
     ) -> None:
         self._measured, self._unmeasured = measured, unmeasured
-        self._peak = self._total = Held()
-        self._pending: list[tuple[float, Action, Held | None]] = []
+        self._peak = self._total = HeldBytes()
+        self._pending: list[tuple[float, Action, HeldBytes | None]] = []
         self._counted: tuple[list[Action], Any] = [], None
         self.start_step()
 
@@ -88,45 +88,45 @@ class Ledger:
         """
         actions = [action for _, action, held in self._pending if held is None]
         if sizes is None or len(actions) < len(self._pending) or self._counted != (actions, sizes):
-            self._count()
+            self._process_pending()
             self._counted = actions, sizes
         self._pending.clear()
-        self._entries: list[Entry] = []
+        self._entries: list[LedgerEntry] = []
         self._offloaded_bytes = 0
-        self._held: dict[tuple[int, int], Held] = {}
-        self._total = Held()
+        self._held: dict[tuple[int, int], HeldBytes] = {}
+        self._total = HeldBytes()
         self._started = time.perf_counter()
 
-    def record(self, action: Action, held: Held | None) -> None:
+    def record(self, action: Action, held: HeldBytes | None) -> None:
         """Record the bytes that a microbatch holds after an action; None: those measured."""
         # Summed later: between two actions code runs slowly, with cold caches.
         self._pending.append((time.perf_counter() - self._started, action, held))
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """The entries of the last step, one for each action that can change the sums."""
-        self._count()
+        self._process_pending()
         return self._entries
 
     @property
     def peak_device_bytes(self) -> int:
         """The peak on the device over all steps."""
-        self._count()
+        self._process_pending()
         return self._peak.device
 
     @property
     def peak_host_bytes(self) -> int:
         """The peak on the host over all steps."""
-        self._count()
+        self._process_pending()
         return self._peak.host
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes copied to the host in the last step."""
-        self._count()
+        self._process_pending()
         return self._offloaded_bytes
 
-    def _count(self) -> None:
+    def _process_pending(self) -> None:
         device, host, moving = self._total
         for seconds, action, stored in self._pending:
             held = self._measured(action) if stored is None else stored
@@ -136,11 +136,11 @@ class Ledger:
             device += held.device - before.device + self._unmeasured(action)
             host += held.host - before.host
             moving += held.moving - before.moving
-            self._entries.append(Entry(seconds, action, Held(device, host, moving)))
+            self._entries.append(LedgerEntry(seconds, action, HeldBytes(device, host, moving)))
         if self._pending:
             totals = zip(*(entry.held for entry in self._entries), strict=True)
-            self._peak = Held(*map(max, self._peak, map(max, totals)))
-            self._total = Held(device, host, moving)
+            self._peak = HeldBytes(*map(max, self._peak, map(max, totals)))
+            self._total = HeldBytes(device, host, moving)
             self._pending.clear()
 
 
@@ -157,7 +157,7 @@ class ActivationMemory:
         self._measures_all = False
         self.settings = settings
         self._there: dict[_Key, MemoryPart] = {}
-        self.ledger = Ledger(self._measured_after, self._kept_for_later)
+        self.ledger = Ledger(self._measured_after, self._bytes_for_later_slices)
         self._num_slices = 1
         self._stages: Mapping[int, StageRunner] = {}
         self._offloaded: set[_Key] = set()
@@ -166,12 +166,12 @@ class ActivationMemory:
         self._reserved: tuple[Sequence[Action], dict[int, HostBytes]] = (), {}
 
     @classmethod
-    def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
+    def for_device(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
         """Make the memory of a device; both copy directions share one lane at first."""
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(device, make_lanes(device, count=1), host))
 
-    def measure_all(self, measures_all: bool) -> None:
+    def set_measure_all(self, measures_all: bool) -> None:
         """Set whether every microbatch is measured, or only the first of each stage."""
         self._measures_all = measures_all
 
@@ -182,7 +182,7 @@ class ActivationMemory:
     def forget_peaks(self) -> None:
         """Reset the ledger, and with it the device's peak, which is compared with the ledger's."""
         self._there = {}
-        self.ledger = Ledger(self._measured_after, self._kept_for_later)
+        self.ledger = Ledger(self._measured_after, self._bytes_for_later_slices)
         if self.settings.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self.settings.device)
 
@@ -225,12 +225,12 @@ class ActivationMemory:
         """Discard everything after an error, once the device has waited for unfinished copies."""
         for store in self._stores():
             with suppress(CopyError):  # it is known, for the step has failed
-                store.drop()
+                store.release_slabs()
 
     def undo_step(self) -> None:
         """Discard everything that this step has saved, because the step restarts."""
         for store in self._stores():
-            store.drop()
+            store.release_slabs()
         self.ledger.start_step()
         self._there.clear()
 
@@ -255,11 +255,11 @@ class ActivationMemory:
         for stage in self._stages.values():
             yield from (flight.store for flight in stage.in_flight.values() if flight.store)
 
-    def arrive(self, action: Action) -> None:
+    def wait_for_reload(self, action: Action) -> None:
         """Make a B, BW or W wait until the offloaded tensors that it needs are back."""
         store = self._stages[action.stage].in_flight[action.microbatch].store
         if store is not None:
-            store.arrive(KINDS[action.kind].needs)
+            store.wait_for_reload(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
         """Run an OFFLOAD, FREE or RELOAD, and record it in the ledger."""
@@ -273,14 +273,14 @@ class ActivationMemory:
             store.free()
         self.ledger.record(action, store.measure())
 
-    def _measured_after(self, action: Action) -> Held:
+    def _measured_after(self, action: Action) -> HeldBytes:
         key, row = (action.stage, action.microbatch), KINDS[action.kind]
         there = self._there[key] = (self._there.get(key, NOTHING) | row.puts) & ~row.drops
         measured = _BYTES.get(there)
         memory = self._stages[action.stage].memories[action.microbatch % self._num_slices]
-        return Held(getattr(memory, measured) or 0 if measured else 0)
+        return HeldBytes(getattr(memory, measured) or 0 if measured else 0)
 
-    def _kept_for_later(self, action: Action) -> int:
+    def _bytes_for_later_slices(self, action: Action) -> int:
         """Return the bytes that an action adds: keys and values of slices, and their gradients."""
         count = self._num_slices
         if count == 1 or action.kind not in COMPUTE:

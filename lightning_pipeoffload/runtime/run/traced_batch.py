@@ -17,18 +17,20 @@ from lightning_pipeoffload.runtime.users_code import (
     CallOnCopies,
     StepCall,
     UsersStep,
-    without_shared,
+    copy_shared_tensors,
 )
 
 
 def trace_batch(
     pipeline: Pipeline, batch: Any, size: int, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
-    """Cut a batch into microbatches of ``size`` samples; see :func:`trace_parts`."""
-    return trace_parts(pipeline, BatchStructure().split(batch, size), batch, step, kind, seed)
+    """Cut a batch into microbatches of ``size`` samples; see :func:`trace_microbatches`."""
+    return trace_microbatches(
+        pipeline, BatchStructure().split(batch, size), batch, step, kind, seed
+    )
 
 
-def trace_parts(
+def trace_microbatches(
     pipeline: Pipeline, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
     """Make microbatches of a batch's parts, and trace the step for those with new shapes.
@@ -44,7 +46,7 @@ def trace_parts(
     Raises:
         ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
     """
-    pipeline.notice_frozen()
+    pipeline.retrace_if_frozen()
     seeds = mix_seeds((seed,), range(len(cut.parts)))
     records: list[StepRecord] = []
     of_alike: StepRecord | None = None  # of all parts that have as many samples as the first
@@ -61,7 +63,7 @@ def trace_parts(
     for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.writes.changes_batch:
-            batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
+            batch_of_part = copy_shared_tensors(part, batch) if index < len(cut.parts) - 1 else part
             run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * num_slices)
         microbatches.append(
             Microbatch(
@@ -72,7 +74,7 @@ def trace_parts(
                 pipeline.device,
                 seeds[index],
                 is_new=not pipeline.records.has_run(record),
-                of_slices=pipeline.records.in_slices(record, num_slices),
+                of_slices=pipeline.records.slice_records(record, num_slices),
             )  # fmt: skip
         )
     shared = pipeline.tensors.shared_weights

@@ -23,11 +23,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lightning_pipeoffload.runtime import IN_FORCE
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.shapes import memory_of
+from lightning_pipeoffload.runtime.shapes import storage_key
 from lightning_pipeoffload.runtime.weight_grad import (
     NO_HOOKS,
     Original,
-    kernel_in_place,
+    registered_kernel,
     saving_hooks,
 )
 
@@ -66,14 +66,14 @@ class BlockOnSlice:
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block; in a backward again, for ``recompute="full"``."""
-        self._num_attentions, self._around = 0, _modes()
+        self._num_attentions, self._around = 0, _checkpoint_state()
         try:
             with IN_FORCE.during(self):
                 output = block(*args, **kwargs)
         finally:
             self._around = None  # a checkpoint's hooks hold this object
         if (self._call, self._num_attentions) in self._earlier.keys_and_values:
-            self._refuse_other_number()
+            self._refuse_skipped_attention()
         self._has_run = True
         return output
 
@@ -94,7 +94,7 @@ class BlockOnSlice:
         self._num_attentions += 1
         if not self._has_run:  # in a backward no later slice comes
             if len(slices) != part.index:
-                self._refuse_other_number()
+                self._refuse_skipped_attention()
             slices.append((self._earlier.leaf_of(part, key), self._earlier.leaf_of(part, value)))
         keys, values = zip(*slices[: part.index], (key, value), strict=True)
         if not self._has_dropout:
@@ -105,7 +105,7 @@ class BlockOnSlice:
                 return _attend_lower_right(plain, query, key, value, options)
             return plain(query, key, value, mask, is_causal=is_causal, **options)
 
-    def _refuse_other_number(self) -> NoReturn:
+    def _refuse_skipped_attention(self) -> NoReturn:
         raise ValueError(
             f"{self._block} calls attention on some slices of a sequence only, since what it "
             f"decides by values or random numbers (LayerDrop) is decided for each slice; decide "
@@ -114,7 +114,7 @@ class BlockOnSlice:
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         size, reason = self.part.stop - self.part.start, ""
-        if _modes() != self._around:
+        if _checkpoint_state() != self._around:
             raise ValueError(
                 f"{self._block} is checkpointed inside (gradient_checkpointing of transformers, or "
                 f"torch.utils.checkpoint), and its attention would not find the slice again; leave "
@@ -152,7 +152,7 @@ class _JoinedTensors:
         """Return the slices' keys or values as one tensor."""
         joined = slices[0] if len(slices) == 1 else torch.cat([*slices], -2)
         self._joined[_address_of(joined)] = joined, [part.detach() for part in slices]
-        self._kept.update(map(memory_of, slices))
+        self._kept.update(map(storage_key, slices))
         return joined
 
     def __enter__(self) -> _JoinedTensors:
@@ -168,7 +168,9 @@ class _JoinedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         joined, slices = self._joined.get(_address_of(tensor), (None, []))
         if joined is None or joined.shape != tensor.shape or joined.stride() != tensor.stride():
-            is_kept = memory_of(tensor) in self._kept  # queries in one tensor with their keys, say
+            is_kept = (
+                storage_key(tensor) in self._kept
+            )  # queries in one tensor with their keys, say
             return _Slices([tensor.detach()]) if is_kept else self._pack_around(tensor)
         return _Slices(slices)
 
@@ -179,14 +181,14 @@ class _JoinedTensors:
 
 
 def _address_of(tensor: Tensor) -> tuple[int, int]:
-    return memory_of(tensor), int(tensor.storage_offset())
+    return storage_key(tensor), int(tensor.storage_offset())
 
 
 class _Slices(NamedTuple):
     tensors: list[Tensor]
 
 
-def _modes() -> Any:
+def _checkpoint_state() -> Any:
     """Return the state that a checkpoint changes: saved-tensors hooks, or grad mode."""
     hooks = saving_hooks()
     return hooks and hooks[0], torch.is_grad_enabled()
@@ -249,4 +251,4 @@ def attending_to_slices(device_type: str) -> AbstractContextManager[None]:
     It costs 2 to 4 us a call.
     """
     call = functional.scaled_dot_product_attention
-    return kernel_in_place("scaled_dot_product_attention", _attention, call, device_type)
+    return registered_kernel("scaled_dot_product_attention", _attention, call, device_type)

@@ -47,7 +47,7 @@ _VARIATION = 0.1
 _LARGE = 10.0  # times what a norm returns
 
 
-class BlockCheck:
+class SlicedBlockCheck:
     """Runs one block on a whole sequence and on slices of it.
 
     Args:
@@ -164,7 +164,7 @@ class BlockCheck:
         args, kwargs = tree_unflatten(parts, self._form)
         seed_all(0)
         on_slice = BlockOnSlice(self._name, 0, part, earlier, has_dropout=False)
-        with _AlikeDraws():
+        with _ConstantDraws():
             return output_tensors(on_slice.run(self._call, *args, **kwargs))
 
     def _compare_tensors(self, expected: Tensor, sliced: Tensor) -> None:
@@ -201,7 +201,7 @@ class _Joined(EarlierSlices):
         return tensor
 
 
-class _AlikeDraws(TorchDispatchMode):
+class _ConstantDraws(TorchDispatchMode):
     """Makes each random operation draw the same number for all elements; dropout keeps all.
 
     Then a block draws the same on a slice as on the whole sequence.
@@ -242,7 +242,11 @@ def _varied_input(leaf: Any, dims: Dims) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, ShapeOnly):
-        return _empty(leaf).normal_().requires_grad_() if leaf.is_floating_point() else _empty(leaf)
+        return (
+            _zeros_in_float32(leaf).normal_().requires_grad_()
+            if leaf.is_floating_point()
+            else _zeros_in_float32(leaf)
+        )
     if leaf.is_floating_point() and len(dims) == 1:
         return _with_other_values(leaf).requires_grad_()
     return _as_float32(leaf.detach())
@@ -252,7 +256,7 @@ def _extreme_input(leaf: Any, dims: Dims) -> Any:
     is_tensor = isinstance(leaf, Tensor)
     if is_tensor and leaf.is_floating_point() and len(dims) == 1 and leaf.requires_grad:
         shared = [1 if dim in (0, *dims) else size for dim, size in enumerate(leaf.shape)]
-        values = _empty(leaf)
+        values = _zeros_in_float32(leaf)
         token = torch.randn(shared, dtype=values.dtype, device=values.device)
         return values.normal_(std=_VARIATION).add_(token).mul_(_LARGE).requires_grad_()
     is_number = is_tensor and leaf.dtype in _WHOLE and not isinstance(leaf, ShapeOnly)
@@ -266,7 +270,7 @@ def _extreme_input(leaf: Any, dims: Dims) -> Any:
 _WHOLE = {torch.int64, torch.int32}
 
 
-def _empty(leaf: Tensor) -> Tensor:
+def _zeros_in_float32(leaf: Tensor) -> Tensor:
     dtype = leaf.dtype
     if leaf.is_floating_point():
         dtype = torch.promote_types(dtype, torch.float32)

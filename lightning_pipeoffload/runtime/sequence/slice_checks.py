@@ -24,7 +24,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _FORBIDS = -1e4  # added to a score
 
 
-class _Seen(NamedTuple):
+class _BlockHistory(NamedTuple):
     unit: int
     num_batches: int
     state: list[Any]
@@ -36,7 +36,7 @@ class SliceChecks:
     """The checks of the blocks of one record."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}  # by block
+        self._seen: dict[int, _BlockHistory] = {}  # by block
         self._checked: dict[int, int] = {}  # the batch of a block's last check
         self._classes: Sequence[int] = ()
         self._members: defaultdict[int, list[int]] = defaultdict(list)  # blocks, by class
@@ -64,9 +64,9 @@ class SliceChecks:
         now = [read for leaf, read in reads if not is_on_accelerator(leaf)]
         state += [read().item() for read in (*now, *(seen.late if seen else ()))]
         if seen is None:
-            seen = _Seen(unit, 0, state, True, late)
+            seen = _BlockHistory(unit, 0, state, True, late)
         has_changed, num_batches = state != seen.state, seen.num_batches + 1
-        self._seen[index] = _Seen(unit, num_batches, state, not has_changed, late)
+        self._seen[index] = _BlockHistory(unit, num_batches, state, not has_changed, late)
         # What changes in each batch is checked as if nothing did.
         return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
 
@@ -109,7 +109,7 @@ class SliceChecks:
             slices: The slices.
         """
         number = float(_after_slice(slices[0], mask, dims).flatten()[0])
-        if not any(_is_open(number, part, mask, dims) for part in slices[:-1]):
+        if not any(_attends_to_later_keys(number, part, mask, dims) for part in slices[:-1]):
             self._forbidden[place] = number
 
     def check_mask(
@@ -122,14 +122,14 @@ class SliceChecks:
         number = self._forbidden.get(place)
         if number is None or part.is_last:
             return None
-        return start_reading(_is_open(number, part, mask, dims))
+        return start_reading(_attends_to_later_keys(number, part, mask, dims))
 
 
 def _is_power_of_two(number: int) -> bool:
     return number.bit_count() == 1
 
 
-def _is_open(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
+def _attends_to_later_keys(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
     values = _after_slice(part, mask.detach(), dims)
     return (values > _FORBIDS if number <= _FORBIDS else values != number).any()
 

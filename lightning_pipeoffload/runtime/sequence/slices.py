@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeoffload.runtime import TensorSpec, dense_stride
-from lightning_pipeoffload.runtime.memory import KeptForLater
-from lightning_pipeoffload.runtime.shapes import memory_of, storage_of
-from lightning_pipeoffload.schedule import LEAST_TOKENS, cut_positions
+from lightning_pipeoffload.runtime.memory import BytesForLaterSlices
+from lightning_pipeoffload.runtime.shapes import storage_key, storage_of
+from lightning_pipeoffload.schedule import LEAST_TOKENS, slice_ends
 
 Dims = tuple[int, ...]
 """The dimensions of a tensor that are as long as the sequence: of tokens, then of keys if any."""
@@ -101,7 +101,7 @@ class SequenceDims:
         """
         length = self._length(outputs)
         work = self.linear * length, self.quadratic * length**2
-        ends = (0, *cut_positions(length, num_slices, *work))
+        ends = (0, *slice_ends(length, num_slices, *work))
         return [SequenceSlice(i, ends[i], ends[i + 1], length) for i in range(num_slices)]
 
 
@@ -147,17 +147,17 @@ class EarlierSlices:
         self.keys_and_values.clear()
         self._shared.clear()
 
-    def kept_by(self, part: SequenceSlice) -> KeptForLater:
+    def kept_by(self, part: SequenceSlice) -> BytesForLaterSlices:
         """Return the size of the tensors that a slice keeps for later slices, after its F."""
         pairs = self.keys_and_values.values()
         kept = [tensor for pair in pairs for tensor in pair[part.index]]
         kept += self.outputs[part.index] if part.index < len(self.outputs) else []
-        storages = {memory_of(tensor): storage_of(tensor).nbytes() for tensor in kept}
+        storages = {storage_key(tensor): storage_of(tensor).nbytes() for tensor in kept}
         gradients = (t.numel() * t.element_size() for t in kept if t.requires_grad)
         num_tokens = part.stop - part.start
-        return KeptForLater(sum(storages.values()), sum(gradients), num_tokens)
+        return BytesForLaterSlices(sum(storages.values()), sum(gradients), num_tokens)
 
-    def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
+    def pop_gradient_edges(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the further edges at which a slice's B begins, and their gradients."""
         self._check_masks()
         del self.outputs[part.index :]

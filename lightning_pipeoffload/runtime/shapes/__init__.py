@@ -7,66 +7,66 @@ from .operations import (
     DRAWS_BY_SHAPE,
     FACTORIES,
     draws_by_shape,
-    is_plain,
+    has_plain_storage,
     lengths_place,
     written_arguments,
 )
-from .packed_sequences import padding_anywhere
+from .packed_sequences import pad_packed_on_shapes
 from .quantized_weight import (
     SHARDED,
     bytes_on_device,
-    carry_quantization,
     copy_state,
     describe_4bit,
     entries_of,
-    forget_state,
     full_shape,
     is_4bit,
     load_packed,
     map_state,
+    map_with_quant_state,
     move_weight,
     num_values,
-    options_of,
+    params4bit_arguments,
     quantize,
-    read_shapes,
+    quantize_stand_in,
+    read_shape_only_quant_state,
     read_state,
     refuse_other_quantized,
     refuse_shard,
     scales_of,
-    with_state,
+    sync_layer_quant_state,
 )
-from .remote_gradient import KnownSize, RemoteGradient
+from .remote_gradient import KnownNorms, RemoteGradient
 from .remote_tensor import (
     EqualIsSame,
     GradientChanges,
     RemoteTensor,
-    drawing_anywhere,
     explain_remote,
     remote_subclass_of,
+    trunc_normal_on_shapes,
 )
 from .shape_only import (
     Awaited,
     ShapeOnly,
-    give_values,
-    has_shapes,
-    memory_of,
+    has_shape_only,
     shape_only_leaves,
+    storage_key,
     storage_of,
+    substitute_values,
 )
 from .shard_origins import recording_shards
 from .sharding import (
     OF_SHARD,
     Sharding,
-    has_gradient_in_parts,
+    has_partial_gradient,
     is_shard,
-    keep_in_state,
     local_part,
     refuse_dtensor,
     refuse_loss_of_shard,
     refuse_weight_on_shard,
+    register_sharding_hooks,
     set_sharding,
     sharding_of,
-    whole_value,
+    unwrap_replicated,
 )
 from .step_rules import (
     EVERYTHING,

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets, running_frames
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_frames, running_user_line
 
 
 def record_draw(
@@ -61,7 +61,7 @@ def _drawing_module(root: nn.Module) -> nn.Module | None:
 
 def _refuse_draw(func: torch._ops.OpOverload, why: str) -> None:
     raise ValueError(
-        f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
-        f"shard of a layer {why}, so that tensor ranks cannot draw different ones there; use a "
-        f"module of its own, such as torch.nn.Dropout, or set dropout to 0"
+        f"{func.overloadpacket.__name__}{in_brackets(running_user_line())} draws random numbers "
+        f"for a shard of a layer {why}, so that tensor ranks cannot draw different ones there; "
+        f"use a module of its own, such as torch.nn.Dropout, or set dropout to 0"
     )

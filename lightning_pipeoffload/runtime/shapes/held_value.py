@@ -46,7 +46,7 @@ class HeldValue(Awaited):
     fetch: Callable[[HeldValue], None]
 
     @classmethod
-    def described(
+    def create(
         cls,
         like: Tensor,
         device: torch.device,

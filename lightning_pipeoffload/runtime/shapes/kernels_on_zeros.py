@@ -51,19 +51,19 @@ from lightning_pipeoffload.runtime import (
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
-    give_values,
-    has_shapes,
-    memory_of,
+    has_shape_only,
     origins_of,
     shape_only_leaves,
+    storage_key,
+    substitute_values,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, notify_observer
 from lightning_pipeoffload.runtime.users_code import (
     REGISTRIES,
     Slot,
     find_slots,
+    restoring_attributes,
     swapped,
-    unchanged,
 )
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class KernelsOnZeros:
         copied._reported = self._reported
         return copied
 
-    def add_from(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
+    def register_from_error(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
         """Add the innermost Function or module in which an error has asked for an address.
 
         Returns:
@@ -131,7 +131,7 @@ class KernelsOnZeros:
         return False
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return ``error`` with the reason why :meth:`add_from` could register nothing for it."""
+        """Return ``error`` with the reason why :meth:`register_from_error` registered nothing."""
         if not _asks_for_address(error):
             return error
         origins = error.origins if isinstance(error, AddressNeededError) else _SOME
@@ -149,7 +149,7 @@ class KernelsOnZeros:
         return True
 
     @contextmanager
-    def in_use(self, observe: _Observe = _do_nothing) -> Iterator[None]:
+    def running_on_zeros(self, observe: _Observe = _do_nothing) -> Iterator[None]:
         """Within the context, run registered Functions and modules on zeros if values are missing.
 
         Args:
@@ -183,7 +183,7 @@ class KernelsOnZeros:
 
     def _call(self, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._observe(kernel.name, (args, kwargs, kernel.tensors))
-        operands = give_values((args, kwargs)), kernel.tensors
+        operands = substitute_values((args, kwargs)), kernel.tensors
         run = partial(self._run, kernel)
         if _get_current_function_mode() is None:
             return run(*operands)
@@ -191,7 +191,7 @@ class KernelsOnZeros:
 
     def _run(self, kernel: _Kernel, arguments: Any, weights: list[Tensor]) -> Any:
         args, kwargs = arguments
-        if not has_shapes((arguments, weights)):
+        if not has_shape_only((arguments, weights)):
             return kernel.run(*args, **kwargs)
         inputs = tensors_in((arguments, weights))
         key, kept = _key_of(kernel, arguments, inputs[0].device.type)
@@ -273,7 +273,7 @@ def _key_of(kernel: _Kernel, arguments: Any, device: str) -> tuple[Hashable, lis
     return (kernel.kind, modes, leaves, tuple(attributes)), kept
 
 
-class _Made:  # no dataclass, which would be opened
+class _RecordedTensor:  # no dataclass, which would be opened
     """A tensor of a run on zeros.
 
     Attributes:
@@ -294,13 +294,13 @@ class _Result:
     """The results of a run on zeros.
 
     Attributes:
-        tree: Its return value, with :class:`_Made` for tensors.
+        tree: Its return value, with :class:`_RecordedTensor` for tensors.
         saved: The tensors that it saved for its backward.
         products: Its matrix products, with their arguments and results.
     """
 
     tree: Any
-    saved: list[_Made]
+    saved: list[_RecordedTensor]
     products: list[tuple[Any, tuple[Any, ...], Any]]
 
     @classmethod
@@ -308,7 +308,7 @@ class _Result:
         """Describe a run's return value and saved tensors."""
         numbers: dict[int, int] = {}
         for leaf in (*inputs, *saved, *output_tensors(output)):
-            numbers.setdefault(memory_of(leaf), len(numbers))
+            numbers.setdefault(storage_key(leaf), len(numbers))
 
         def describe(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -316,22 +316,24 @@ class _Result:
             size = leaf.untyped_storage().nbytes() // leaf.element_size()
             whole = torch.empty(size, dtype=leaf.dtype, device="meta")
             meta = whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-            return _Made(numbers[memory_of(leaf)], meta, leaf.requires_grad)
+            return _RecordedTensor(numbers[storage_key(leaf)], meta, leaf.requires_grad)
 
         return cls(map_output(describe, output), [*map(describe, saved)], products)
 
     def like(self, inputs: list[Tensor]) -> Any:
         """Return shape-only results of a call with these inputs."""
-        leaves = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _Made)]
-        outputs = iter(_StandIn.apply(self, leaves, *inputs) if leaves else ())
-        return map_output(lambda leaf: next(outputs) if type(leaf) is _Made else leaf, self.tree)
+        leaves = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _RecordedTensor)]
+        outputs = iter(_ShapeOnlyFunction.apply(self, leaves, *inputs) if leaves else ())
+        return map_output(
+            lambda leaf: next(outputs) if type(leaf) is _RecordedTensor else leaf, self.tree
+        )
 
 
-class _StandIn(Function):
+class _ShapeOnlyFunction(Function):
     """Returns the shapes of a result; its backward those of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, result: _Result, leaves: list[_Made], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, result: _Result, leaves: list[_RecordedTensor], *inputs: Tensor) -> Any:
         shapes = [*shape_only_leaves(inputs)]
         make = _Maker(inputs, shapes[0].device, origins_of(shapes))
         outputs = [*map(make, leaves)]
@@ -366,7 +368,7 @@ class _Maker:
         self._bases = dict(enumerate(inputs))
         self._form = device, origins
 
-    def __call__(self, leaf: _Made) -> Tensor:
+    def __call__(self, leaf: _RecordedTensor) -> Tensor:
         meta = leaf.meta
         base = self._bases.get(leaf.memory)
         if base is None:
@@ -396,7 +398,7 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
         if kernel.module is None:
             stack.enter_context(forked_randomness())
         else:
-            stack.enter_context(unchanged(kernel.module))
+            stack.enter_context(restoring_attributes(kernel.module))
         in_slots = ((slot, zeros[id(slot.tensor)]) for slot in kernel.slots)
         stack.enter_context(swapped(in_slots))
         args, kwargs = tree_map(lambda leaf: zeros.get(id(leaf), leaf), arguments)

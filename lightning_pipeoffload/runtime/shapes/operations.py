@@ -77,7 +77,7 @@ def lengths_place(func: torch._ops.OpOverload) -> int | None:
 _LENGTHS = {"lengths", "batch_sizes"}  # of packing and padding, and of recurrent layers between
 
 
-def as_stored(meta: Tensor) -> Tensor:
+def clear_conj_neg_bits(meta: Tensor) -> Tensor:
     """Return a view of the same memory without conjugate and negative bits."""
     meta = meta.conj() if meta.is_conj() else meta
     # Private: the only way to clear the bit without a copy.
@@ -184,7 +184,7 @@ def advance_generator(
     elif func.overloadpacket in _IN_PIECES and _is_drawn_in_pieces(args[0], device):
         _draw_in_pieces(func, args, kwargs)
     elif func.overloadpacket in DRAWS_BY_SHAPE:
-        real_args, real_kwargs = tree_map(lambda leaf: _in_place_of(leaf, device), (args, kwargs))
+        real_args, real_kwargs = tree_map(lambda leaf: _filled_like(leaf, device), (args, kwargs))
         func(*real_args, **real_kwargs)
 
 
@@ -209,7 +209,7 @@ def _draw_in_pieces(
         left -= count
 
 
-def _in_place_of(leaf: Any, device: torch.device) -> Any:
+def _filled_like(leaf: Any, device: torch.device) -> Any:
     """Return a real tensor like a shape-only one, filled with 0.5, a valid probability."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -302,14 +302,14 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
 def _has_own_memory(result: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a result shares no memory with the arguments; ``_unsafe_view``'s does."""
     tensors = result if isinstance(result, tuple) else (result,)
-    if not all(isinstance(tensor, Tensor) and is_plain(tensor) for tensor in tensors):
+    if not all(isinstance(tensor, Tensor) and has_plain_storage(tensor) for tensor in tensors):
         return False
     memory = {tensor.untyped_storage()._cdata for tensor in tensors}
-    operands = [value for value in args if isinstance(value, Tensor) and is_plain(value)]
+    operands = [value for value in args if isinstance(value, Tensor) and has_plain_storage(value)]
     return memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in operands)
 
 
-def is_plain(tensor: Tensor) -> bool:
+def has_plain_storage(tensor: Tensor) -> bool:
     """Return whether a tensor's memory has its values as they are: strided, no lazy conjugate."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 

@@ -13,21 +13,21 @@ from torch.overrides import (  # private: whether there is one that counts calls
 )
 
 from lightning_pipeoffload.runtime import replaced
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, give_values
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, substitute_values
 
 # Private: what torch.nn.utils.rnn.pad_packed_sequence calls.
 _pad = torch._VF._pad_packed_sequence
 
 
-def padding_anywhere() -> AbstractContextManager[None]:
+def pad_packed_on_shapes() -> AbstractContextManager[None]:
     """Make ``pad_packed_sequence`` accept sequences without values within the context."""
     return replaced(torch._VF, "_pad_packed_sequence", _pad_anywhere)
 
 
 def _pad_anywhere(data: Tensor, *args: Any) -> Any:
     if _get_current_function_mode() is None:
-        return _run(give_values(data), *args)
-    return handle_torch_function(_run, (), give_values(data), *args)  # counts as one call
+        return _run(substitute_values(data), *args)
+    return handle_torch_function(_run, (), substitute_values(data), *args)  # counts as one call
 
 
 def _run(data: Tensor, *args: Any) -> Any:

@@ -45,7 +45,7 @@ def state_of(slot: Slot) -> Any:
     return state
 
 
-def options_of(weight: Any) -> dict[str, Any]:
+def params4bit_arguments(weight: Any) -> dict[str, Any]:
     """Return the arguments with which ``Params4bit`` makes a weight like this one."""
     names = (*_OPTIONS, "quant_state", "module")
     return {name: getattr(weight, name) for name in names if hasattr(weight, name)}
@@ -53,13 +53,13 @@ def options_of(weight: Any) -> dict[str, Any]:
 
 def carry_options(shape: Any, weight: Any) -> None:
     """Copy the attributes of a 4-bit weight to its shape."""
-    for name, value in options_of(weight).items():
+    for name, value in params4bit_arguments(weight).items():
         setattr(shape, name, value)
     state = getattr(weight, "quant_state", None)
-    shape.quant_state = None if state is None else state_of_shapes(state, shape)
+    shape.quant_state = None if state is None else shape_only_quant_state(state, shape)
 
 
-def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
+def quantize_stand_in(stand_in: ShapeOnly, slot: Slot) -> None:
     """Give ``stand_in`` the packed shape of a slot's 4-bit weight, and a shape-only state.
 
     An unquantized weight gets the packed shape and state that it will have on a device.
@@ -70,7 +70,7 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
     """
     weight, state = slot.tensor, state_of(slot)
     if state is not None:
-        stand_in.quant_state = state_of_shapes(state, stand_in)  # type: ignore[attr-defined]
+        stand_in.quant_state = shape_only_quant_state(state, stand_in)  # type: ignore[attr-defined]
     elif is_4bit(weight):
         _refuse_packed(slot)
         quantize_shape(stand_in, weight)
@@ -128,10 +128,10 @@ def quantize_shape(shape: Any, weight: Any) -> None:
             quant_storage=weight.quant_storage,
         )
     shape.data = packed
-    shape.quant_state, shape.bnb_quantized = state_of_shapes(state, shape), True
+    shape.quant_state, shape.bnb_quantized = shape_only_quant_state(state, shape), True
 
 
-def state_of_shapes(state: Any, shape: ShapeOnly) -> Any:
+def shape_only_quant_state(state: Any, shape: ShapeOnly) -> Any:
     """Return a copy of ``state`` whose scales are shape-only, on the device of ``shape``."""
 
     def shape_of(tensor: Tensor) -> ShapeOnly:
@@ -214,7 +214,7 @@ def quantize(weight: Any, device: torch.device) -> None:
         weight.to(device)
 
 
-def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+def map_with_quant_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``send(tensor)``; send the quantization state of a quantized weight too."""
     sent, state = send(tensor), getattr(tensor, "quant_state", None)
     if state is not None:
@@ -237,7 +237,7 @@ def _set_state(slot: Slot, state: Any) -> None:
     weight.bnb_quantized = True
 
 
-def forget_state(slot: Slot) -> None:
+def sync_layer_quant_state(slot: Slot) -> None:
     """Set the layer's quantization state to that of the weight in its slot."""
     state = getattr(slot.tensor, "quant_state", None)
     if state is not None:
@@ -257,12 +257,12 @@ def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
     )
 
 
-def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
+def read_shape_only_quant_state(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
     """Return the quantization state of saved entries with shape-only scales, for ``weight``."""
     scales = {
         key: ShapeOnly.like(value, key) for key, value in entries.items() if key.endswith("absmax")
     }
-    return state_of_shapes(read_state({**entries, **scales}, weight.device), weight)
+    return shape_only_quant_state(read_state({**entries, **scales}, weight.device), weight)
 
 
 def load_packed(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class KnownSize:
+class KnownNorms:
     """The 2-norm and the largest absolute value of a remote gradient.
 
     ``is_current`` becomes False when something is written to the gradient.
@@ -52,7 +52,7 @@ class GradientExpression:
             masks of the elements with that property.
     """
 
-    size: KnownSize
+    size: KnownNorms
     what: str = "value"
 
     @property
@@ -77,7 +77,7 @@ _STEPS = {
     (aten.logical_not, "finite"): "infinite or nan",
 }
 # The largest element is NaN if any element is.
-_ENDS: dict[tuple[Any, str], Callable[[KnownSize], float | None]] = {
+_ENDS: dict[tuple[Any, str], Callable[[KnownNorms], float | None]] = {
     (aten.max, "magnitude"): lambda size: size.largest,
     (aten.amax, "magnitude"): lambda size: size.largest,
     (aten.all, "number"): lambda size: not math.isnan(size.largest),
@@ -92,7 +92,7 @@ def _is_infinite(largest: float) -> bool | None:
     return None if math.isnan(largest) else math.isinf(largest)
 
 
-def derive(
+def derive_expression(
     packet: Any, operands: Sequence[GradientExpression | float]
 ) -> GradientExpression | None:
     """Return the description of an elementwise operation's result; None if it is unknown."""
@@ -125,11 +125,11 @@ class RemoteGradient(ShapeOnly):
     expression: GradientExpression | None = None
 
     @classmethod
-    def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
+    def of(cls, parameter: ShapeOnly, size: KnownNorms | None) -> RemoteGradient:
         """Make the gradient of ``parameter``; ``size`` is None where its norm is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         gradient = cls(parameter.meta, parameter.device, origins)
-        gradient.set_size(size)
+        gradient.set_norms(size)
         return gradient
 
     @classmethod
@@ -146,12 +146,12 @@ class RemoteGradient(ShapeOnly):
         assert isinstance(shape, cls)
         return shape
 
-    def set_size(self, size: KnownSize | None) -> None:
+    def set_norms(self, size: KnownNorms | None) -> None:
         """Set the gradient's norm and largest magnitude; None: they are unknown."""
         self.expression = None if size is None else GradientExpression(size)
 
     @override
-    def written_from(self, origins: frozenset[str]) -> None:
+    def update_origins_on_write(self, origins: frozenset[str]) -> None:
         """Do nothing: a written gradient has the same origins."""
 
     @classmethod
@@ -206,7 +206,7 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
 def _with_expression(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
     """Return the result with its description, if it has one."""
     operands = [arg.expression if isinstance(arg, RemoteGradient) else arg for arg in args]
-    description = _derive(func, operands)
+    description = _expression_of_result(func, operands)
     if description is None or type(result) is not ShapeOnly:
         return result
     gradient = RemoteGradient(result.meta, result.device, result.origins)
@@ -214,10 +214,12 @@ def _with_expression(func: torch._ops.OpOverload, args: tuple[Any, ...], result:
     return gradient
 
 
-def _derive(func: torch._ops.OpOverload, operands: list[Any]) -> GradientExpression | None:
+def _expression_of_result(
+    func: torch._ops.OpOverload, operands: list[Any]
+) -> GradientExpression | None:
     returned = func._schema.returns
     if returned and returned[0].alias_info is not None:
         return operands[0].view(func) if isinstance(operands[0], GradientExpression) else None
     if not all(isinstance(operand, (GradientExpression, Number)) for operand in operands):
         return None
-    return derive(func.overloadpacket, operands)
+    return derive_expression(func.overloadpacket, operands)

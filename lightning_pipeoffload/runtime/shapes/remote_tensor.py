@@ -16,13 +16,13 @@ from typing_extensions import Self, override
 from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     carry_options,
-    carry_quantization,
     is_4bit,
     quantize_shape,
+    quantize_stand_in,
 )
 from lightning_pipeoffload.runtime.shapes.remote_gradient import (
     GRADIENT_OF,
-    KnownSize,
+    KnownNorms,
     RemoteGradient,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -42,9 +42,9 @@ class GradientChanges:
 
     num_changes: int = 0
     are_none: bool = True
-    _sizes: list[KnownSize] = field(default_factory=list)
+    _sizes: list[KnownNorms] = field(default_factory=list)
 
-    def invalidate_on_change(self, size: KnownSize) -> None:
+    def invalidate_on_change(self, size: KnownNorms) -> None:
         """Register the norm of another replica's gradient, which is valid until the next change."""
         self._sizes.append(size)
 
@@ -85,7 +85,7 @@ class RemoteTensor(ShapeOnly):
         stand_in = cls.like_weight(slot.tensor, meta, device, origin)
         # Private: isinstance(_, nn.Parameter) reads it.
         stand_in._is_param = slot.kind == "_parameters"
-        carry_quantization(stand_in, slot)
+        quantize_stand_in(stand_in, slot)
         return stand_in
 
     @classmethod
@@ -109,14 +109,14 @@ class RemoteTensor(ShapeOnly):
         return shape
 
     @override
-    def written_from(self, origins: frozenset[str]) -> None:
+    def update_origins_on_write(self, origins: frozenset[str]) -> None:
         """Do nothing: the owner runs the same write, so the tensor has the same origins."""
 
     def share_changes(self, changes: GradientChanges) -> None:
         """Set the changes that all remote parameters of the rank share."""
         self.changes = changes
 
-    def become(self, tensor: Tensor) -> None:
+    def record_replacement(self, tensor: Tensor) -> None:
         """Remember the real tensor that replaces it, for optimizers that hold it."""
         self.became = tensor
         RemoteTensor.num_became += 1
@@ -133,7 +133,7 @@ class RemoteTensor(ShapeOnly):
         self._grad = gradient
         self._changes_seen = self.changes.num_changes
 
-    def set_remote_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
+    def set_remote_gradient(self, is_there: bool, size: KnownNorms | None = None) -> None:
         """Set ``grad`` to a shape-only gradient, with its norm if ``size`` is known, or to None."""
         self.grad = RemoteGradient.of(self, size) if is_there else None
 
@@ -205,7 +205,7 @@ def _draw_anywhere(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.zero_()  # a write, for observers
 
 
-def drawing_anywhere() -> AbstractContextManager[None]:
+def trunc_normal_on_shapes() -> AbstractContextManager[None]:
     """Make ``trunc_normal_`` accept tensors without a value within the context."""
     return replaced(init, "_no_grad_trunc_normal_", _draw_anywhere)
 

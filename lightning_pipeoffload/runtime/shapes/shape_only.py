@@ -27,8 +27,8 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
     RESULTS,
     advance_generator,
-    as_stored,
     call_factory,
+    clear_conj_neg_bits,
     goes_member_by_member,
     is_ordinary,
     key_of,
@@ -46,11 +46,11 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     assume_sizes,
     assume_value,
     describe_origins,
+    fit_split_sizes,
     is_dropped,
     is_mask,
     make_result,
     notify_observer,
-    with_fitting_parts,
 )
 
 _SAVED = (
@@ -123,7 +123,7 @@ class ShapeOnly(Tensor):
         device = tensor.device if device is None else device
         return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
 
-    def is_as_made(self, meta: Tensor) -> bool:
+    def is_unmodified(self, meta: Tensor) -> bool:
         """Return whether the tensor is unchanged since it was constructed from ``meta``."""
         is_written = self._version or self.requires_grad or self.meta is not meta
         return not is_written and len(self.__dict__) == _NUM_OWN
@@ -147,13 +147,13 @@ class ShapeOnly(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Set the dtype, device and shape to those of ``value``."""
-        _tell_of_write(self, value if isinstance(value, ShapeOnly) else self)
+        _notify_write(self, value if isinstance(value, ShapeOnly) else self)
         if not isinstance(value, ShapeOnly):
             value = ShapeOnly(_to_meta(value), self.device, self.origins)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.meta = value.meta
 
-    def written_from(self, origins: frozenset[str]) -> None:
+    def update_origins_on_write(self, origins: frozenset[str]) -> None:
         """Set the origins after a write in place."""
         self.origins = origins
 
@@ -223,7 +223,7 @@ class ShapeOnly(Tensor):
         if cached is not None:
             return cached
         if goes_member_by_member(func, args):
-            return run_members(func, args, kwargs, has_shapes)
+            return run_members(func, args, kwargs, has_shape_only)
         shape_only = shape_only_leaves((args, kwargs))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in FACTORIES and not _is_scratch(func):
@@ -234,8 +234,8 @@ class ShapeOnly(Tensor):
         origins = origins_of(shape_only)
         if func is aten._local_scalar_dense.default:
             return args[0]._assumed("a branch, a print or item()").flatten()[0].item()
-        func, args = _with_counted_masks(func, args)
-        args = with_fitting_parts(func, args)
+        func, args = _masks_to_indices(func, args)
+        args = fit_split_sizes(func, args)
         assumed = assume_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
         # Random numbers are not used while operations are only observed, and may take much memory;
@@ -255,7 +255,7 @@ class ShapeOnly(Tensor):
         _record_outcome(func, args, result)
         notify_observer(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
-            _tell_of_write(written, written)
+            _notify_write(written, written)
         return result
 
 
@@ -307,7 +307,7 @@ def _record_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: 
     result.is_order = is_order(func)
 
 
-def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
+def _notify_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
     """Report a write that the arguments of no operation show."""
     notify_observer(aten.set_.source_Tensor, (tensor, value), None)
 
@@ -322,7 +322,7 @@ def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
     return frozenset[str]().union(*map(_ORIGINS, leaves))
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for two tensors that share memory."""
     holder = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
     if holder.layout is not torch.strided:
@@ -335,7 +335,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
-def has_shapes(tree: Any) -> bool:
+def has_shape_only(tree: Any) -> bool:
     """Return whether a pytree contains shape-only tensors."""
     return bool(shape_only_leaves(tree))
 
@@ -372,7 +372,7 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _with_counted_masks(
+def _masks_to_indices(
     func: torch._ops.OpOverload, args: tuple[Any, ...]
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
     """Replace real masks with indices, whose number is known."""
@@ -422,7 +422,7 @@ def _wrap(
     origins: frozenset[str],
 ) -> Any:
     if func._schema.name.endswith("_") and args and isinstance(args[0], ShapeOnly):
-        args[0].written_from(origins)
+        args[0].update_origins_on_write(origins)
         return args[0]
 
     return _wrap_new(out, device, origins)
@@ -430,12 +430,12 @@ def _wrap(
 
 def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
     if isinstance(out, Tensor):  # as most operations return
-        return ShapeOnly(as_stored(out), device, origins)
+        return ShapeOnly(clear_conj_neg_bits(out), device, origins)
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:  # lengths of packed sequences are real
             return leaf
-        return ShapeOnly(as_stored(leaf), device, origins)
+        return ShapeOnly(clear_conj_neg_bits(leaf), device, origins)
 
     return map_operands(wrap, out)
 
@@ -493,11 +493,11 @@ class Awaited(ShapeOnly):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Call ``func`` with received values in place of stand-ins."""
         with torch._C.DisableTorchFunctionSubclass():
-            given = give_values((args, kwargs or {}))
+            given = substitute_values((args, kwargs or {}))
             return func(*given[0], **given[1])
 
 
-def give_values(tree: Any, map_leaves: Callable[..., Any] = tree_map) -> Any:
+def substitute_values(tree: Any, map_leaves: Callable[..., Any] = tree_map) -> Any:
     """Replace stand-ins with their received values."""
     for leaf in leaves_of(tree):
         if isinstance(leaf, Awaited):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_pipeoffload.runtime import value_of
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 
 TENSOR_RANKS = ("tensor_parallel",)
 """The names of the dimensions of a mesh of tensor ranks."""
@@ -30,7 +30,7 @@ class Sharding(NamedTuple):
         placement: ``Shard`` or ``Replicate``, on each tensor rank.
         shape: The shape of the whole tensor.
         stride: The strides of the whole tensor.
-        has_gradient_in_parts: Whether the gradient is the sum of those of all tensor ranks, which
+        has_partial_gradient: Whether the gradient is the sum of those of all tensor ranks, which
             is computed once a batch.
     """
 
@@ -38,7 +38,7 @@ class Sharding(NamedTuple):
     placement: Placement
     shape: torch.Size
     stride: tuple[int, ...]
-    has_gradient_in_parts: bool = False
+    has_partial_gradient: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         return self  # a copied state dict is of the same ranks
@@ -55,7 +55,7 @@ class Sharding(NamedTuple):
         """Whether each tensor rank has only a shard of the elements."""
         return isinstance(self.placement, Shard)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def local_shard_of(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of the whole tensor, a view."""
         if not isinstance(self.placement, Shard):
             return whole
@@ -80,7 +80,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return sharding
 
 
-def keep_in_state(layer: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def register_sharding_hooks(layer: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     """Have the layer's state dicts record which tensors are shards, and load the whole of them.
 
     Deep copies of the layer do so too.
@@ -100,7 +100,7 @@ def keep_in_state(layer: nn.Module, shardings: Mapping[str, Sharding]) -> None:
         for attribute, sharding in shardings.items():
             loaded = state.get(prefix + attribute)
             if isinstance(loaded, Tensor) and loaded.shape == sharding.shape:
-                state[prefix + attribute] = sharding.part(value_of(loaded))
+                state[prefix + attribute] = sharding.local_shard_of(value_of(loaded))
 
     layer.register_state_dict_post_hook(record)
     layer.register_load_state_dict_pre_hook(keep_own_part)
@@ -112,10 +112,10 @@ def is_shard(tensor: Tensor) -> bool:
     return sharding is not None and sharding.is_divided
 
 
-def has_gradient_in_parts(tensor: Tensor) -> bool:
+def has_partial_gradient(tensor: Tensor) -> bool:
     """Whether tensor ranks sum their gradients of a parameter, once a batch."""
     sharding = sharding_of(tensor)
-    return sharding is not None and sharding.has_gradient_in_parts
+    return sharding is not None and sharding.has_partial_gradient
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def refuse_dtensor(value: Any, block: str, verb: str) -> None:
         )
 
 
-def whole_value(value: Any) -> Any:
+def unwrap_replicated(value: Any) -> Any:
     """Return the local tensor of a replicated DTensor, such as loss_parallel's; else ``value``.
 
     Raises:
@@ -177,6 +177,6 @@ def refuse_weight_on_shard(tensors: Sequence[Tensor], are_weights: Sequence[bool
         if is_weight and tensor.requires_grad and not of_tensor >= OF_SHARD:
             raise ValueError(
                 f"{', '.join(sorted(of_tensor))} is in no plan of parallelize_module and is used"
-                f"{in_brackets(calling_line())} on a shard, so that tensor ranks would have "
+                f"{in_brackets(running_user_line())} on a shard, so that tensor ranks would have "
                 f"different gradients of it; name its layer in the plan, or freeze it"
             )

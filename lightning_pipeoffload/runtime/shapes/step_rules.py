@@ -196,7 +196,7 @@ def _unique_along(source: Tensor, dim: int, *_: Any) -> tuple[Tensor, ...]:
     return source.new_empty(source.shape), places, torch.empty_like(places)
 
 
-def _count(source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def _bincount(source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     # A caller that gives the number of bins expects no more.
     length = minlength or source.numel()
     dtype = torch.long if weights is None else weights.dtype
@@ -226,7 +226,7 @@ _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._unique2.default: _unique_elements,  # private: what unique() calls
     aten.unique_consecutive.default: _unique_consecutive,
     aten.unique_dim.default: _unique_along,
-    aten.bincount.default: _count,
+    aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeated_elements,
     aten.one_hot.default: _one_hot,
     aten._ctc_loss.default: _aligned_sequences,  # private: what ctc_loss() calls
@@ -262,7 +262,7 @@ def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bo
     return torch.Tag.dynamic_output_shape in func.tags
 
 
-def with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def fit_split_sizes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with valid sizes for a split whose made-up sizes have the wrong sum.
 
     The first piece gets the whole length, the others 0.

@@ -24,7 +24,7 @@ def sharing_casts(device: torch.device) -> AbstractContextManager[None]:
 @contextmanager
 def _sharing_casts(device: torch.device) -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(before or _knows_gradients(device.type))
+    torch.set_autocast_cache_enabled(before or _separates_no_grad_casts(device.type))
     try:
         with sharing_compiled_casts(), without_fused_layers(device):
             yield
@@ -53,7 +53,7 @@ def forget_casts() -> None:
 
 
 @cache
-def _knows_gradients(device_type: str) -> bool:
+def _separates_no_grad_casts(device_type: str) -> bool:
     """Return whether torch's autocast cache separates casts under no_grad from others.
 
     Otherwise a weight would silently get no gradient.

@@ -36,7 +36,7 @@ _run_reentrant = torchs.CheckpointFunction.forward
 
 
 @dataclass(frozen=True)
-class CheckpointReplayer:
+class CheckpointChecker:
     """Wraps the functions that are checkpointed during one F.
 
     Attributes:
@@ -56,8 +56,8 @@ class CheckpointReplayer:
         return IN_FORCE.during(self)
 
 
-class _Rerun:
-    def __init__(self, function: Callable[..., Any], replayer: CheckpointReplayer) -> None:
+class _CheckedFunction:
+    def __init__(self, function: Callable[..., Any], replayer: CheckpointChecker) -> None:
         self._function = function
         self._replayer = replayer
         self._digests: list[int] = []
@@ -70,7 +70,7 @@ class _Rerun:
         # As they are in F: this package's own checkpoints run again on copies.
         self._statistics = replayer.writes.statistics() if replayer.is_first else []
 
-    def expect(self, output: Any) -> None:
+    def record_output(self, output: Any) -> None:
         self._name = self._find_name()
         if self._replayer.compares:
             self._digests = _digests(output)
@@ -124,7 +124,7 @@ class _Rerun:
         )
 
 
-class _ReentrantRerun(_Rerun):
+class _CheckedReentrantFunction(_CheckedFunction):
     _is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class _ReentrantRerun(_Rerun):
             return super().__call__(*args, **kwargs)
         self._is_first = False
         output = self._function(*args, **kwargs)
-        self.expect(output)
+        self.record_output(output)
         return output
 
 
@@ -150,7 +150,7 @@ def _checkpoint_until_2_13(
         options = preserve_rng_state, context_fn, determinism_check, debug, stops
         return _make_checkpoint(rerun, *options, *args, **kwargs)
 
-    return _follow(function, early_stop, make)
+    return _wrap_checkpoint(function, early_stop, make)
 
 
 def _checkpoint(
@@ -164,10 +164,10 @@ def _checkpoint(
     def make(rerun: Any, stops: bool) -> Iterator[None]:
         return _make_checkpoint(rerun, args, kwargs, early_stop=stops, **options)
 
-    return _follow(function, early_stop, make)
+    return _wrap_checkpoint(function, early_stop, make)
 
 
-def _follow(
+def _wrap_checkpoint(
     function: Callable[..., Any],
     early_stop: bool,
     make: Callable[[Any, bool], Iterator[None]],
@@ -176,7 +176,7 @@ def _follow(
     rerun: Any = function
     replayer = _find_replayer()
     if replayer is not None:
-        rerun = _Rerun(function, replayer)
+        rerun = _CheckedFunction(function, replayer)
         early_stop = early_stop and not replayer.compares
     plain: Any = make(rerun, early_stop)
     with NOTHING if replayer is None else replayer.step.uncounted():
@@ -185,24 +185,26 @@ def _follow(
         yield
     except BaseException as error:
         if isinstance(error, StageExit) and rerun is not function:
-            rerun.expect(error.output)
+            rerun.record_output(error.output)
         plain.throw(error)
     if replayer is not None:
         with replayer.step.uncounted():
             # Private: only a local variable of torch's checkpoint() has the result.
-            rerun.expect(sys._getframe(1).f_locals["ret"])
+            rerun.record_output(sys._getframe(1).f_locals["ret"])
     next(plain, None)
 
 
-def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+def _reentrant_forward(
+    ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+) -> Any:
     replayer = _find_replayer()
-    rerun = function if replayer is None else _ReentrantRerun(function, replayer)
+    rerun = function if replayer is None else _CheckedReentrantFunction(function, replayer)
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
 
 
-def _find_replayer() -> CheckpointReplayer | None:
+def _find_replayer() -> CheckpointChecker | None:
     # While something is compiled its checkpoints have no values.
-    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointReplayer)
+    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointChecker)
 
 
 def is_repeatable(device: torch.device) -> bool:
@@ -211,12 +213,12 @@ def is_repeatable(device: torch.device) -> bool:
 
 
 @contextmanager
-def following_checkpoints() -> Iterator[None]:
-    """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointReplayer` wraps functions."""
+def wrapping_checkpoints() -> Iterator[None]:
+    """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointChecker` wraps functions."""
     generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
     with (
         replaced(torchs, GENERATOR, generator),
-        replaced(torchs.CheckpointFunction, "forward", staticmethod(_forward)),
+        replaced(torchs.CheckpointFunction, "forward", staticmethod(_reentrant_forward)),
     ):
         yield
 

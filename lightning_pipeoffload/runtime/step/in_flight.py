@@ -14,7 +14,7 @@ the middle, with the numbers of the events below::
     saved tensors               5 ===== OFFLOAD FREE RELOAD ======11
     queue of W                                                    11 ========15
 
- 1. The batch is cut: ``trace_parts`` makes each Microbatch, with the record of its shapes.
+ 1. The batch is cut: ``trace_microbatches`` makes each Microbatch, with the record of its shapes.
  2. At RECV_F, or as soon as the message may come, the Mailbox posts a receive.
  3. F: ``ActivationMemory.open`` returns a store if the plan copies the tensors that this F saves,
     or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls
@@ -34,7 +34,8 @@ the middle, with the numbers of the events below::
 12. The gradients in ``received`` are put into the Mailbox,
 13. and sent to the previous stage.
 14. Until W the queue remains, and values of tensors that later F's write and W reads (``seen``).
-15. W: ``StageRunner.weight`` empties the queue. BW adds all gradients at once and ends here too.
+15. W: ``StageRunner.backward_weight`` empties the queue. BW adds all gradients at once and ends
+    here too.
 16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
     ``undo_step`` those whose forwards run again.
 
@@ -49,7 +50,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_pipeoffload.runtime import Received
+from lightning_pipeoffload.runtime import ReceivedTensors
 from lightning_pipeoffload.runtime.cut import StageRecord
 from lightning_pipeoffload.runtime.memory import ActivationStore
 from lightning_pipeoffload.runtime.sequence import EarlierSlices, SequenceSlice
@@ -81,7 +82,7 @@ class InFlight:
     microbatch: Microbatch
     record: StageRecord
     queue: WeightGradQueue
-    received: Received | None
+    received: ReceivedTensors | None
     store: ActivationStore | None = None
     place: int = 0
     loss: Tensor | None = None

@@ -57,7 +57,7 @@ class Microbatch:
         return len(self.of_slices) or 1
 
 
-def placed(
+def set_plan_indices(
     microbatches: Sequence[Microbatch],
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,

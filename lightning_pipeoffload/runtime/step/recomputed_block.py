@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime import RandomnessReplay, forked_randomness
-from lightning_pipeoffload.runtime.users_code import Generators, Slot, TensorValues, swapped
+from lightning_pipeoffload.runtime import RandomStateSnapshot, forked_randomness
+from lightning_pipeoffload.runtime.users_code import RandomGenerators, Slot, TensorValues, swapped
 from lightning_pipeoffload.runtime.weight_grad import saving_hooks
 
 
@@ -32,7 +32,7 @@ def run_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     written: Iterable[Tensor] = (),
-    generators: Generators | None = None,
+    generators: RandomGenerators | None = None,
 ) -> Any:
     """Return ``call(*args, **kwargs)``; the backward recomputes what autograd would have saved.
 
@@ -64,9 +64,9 @@ def run_checkpointed(
 
 class _StateBefore:
     def __init__(
-        self, block: nn.Module, written: Iterable[Tensor], generators: Generators | None
+        self, block: nn.Module, written: Iterable[Tensor], generators: RandomGenerators | None
     ) -> None:
-        self._randomness = RandomnessReplay()
+        self._randomness = RandomStateSnapshot()
         self._of_modules = generators.replay() if generators is not None else nullcontext
         self._weights = TensorValues(written)
         self._buffers = [

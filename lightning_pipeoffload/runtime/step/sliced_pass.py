@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see run
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime import BlockOutput, mix_seed, output_tensors
-from lightning_pipeoffload.runtime.cut import StageExit, checkpoint_around, find_classes
-from lightning_pipeoffload.runtime.sequence import BlockCheck, BlockOnSlice, Dims
+from lightning_pipeoffload.runtime.cut import StageExit, find_classes, running_checkpoint
+from lightning_pipeoffload.runtime.sequence import BlockOnSlice, Dims, SlicedBlockCheck
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 
 
 class SlicedPass(StagePass):
@@ -55,7 +55,9 @@ class SlicedPass(StagePass):
             self._cuts.clear()
 
     @override
-    def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_local_block(
+        self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         block, unit = self._context.chain.blocks[index], self._microbatch.index
         checks, given = self._step_record.slice_checks, (args, kwargs)
         if not self._part.index and checks.is_due(index, block, unit, given):
@@ -66,7 +68,7 @@ class SlicedPass(StagePass):
         self._seed_segment(seed)
         if self._generators.exist:
             self._generators.seed(seed)
-        output = super()._run_own(call, index, args, kwargs)
+        output = super()._run_local_block(call, index, args, kwargs)
         return (
             output
             if call == self._record.exit
@@ -106,7 +108,7 @@ class SlicedPass(StagePass):
 
     def _check(self, call: int, index: int, arguments: Any) -> None:
         """Check that a block may run on slices."""
-        if checkpoint_around() is not None:
+        if running_checkpoint() is not None:
             raise ValueError(
                 f"the step checkpoints {self._context.chain.block_name(index)}, which would run "
                 f'again on whole sequences; leave that out, and use recompute="full"'
@@ -116,7 +118,9 @@ class SlicedPass(StagePass):
         if record.slice_checks.is_selected(index, partial(find_classes, chain, record)):
             plain = super()._plain_call(index)
             since = record.slice_checks.batches_since_check(index)
-            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *case, since).check()
+            SlicedBlockCheck(
+                chain.block_name(index), chain.blocks[index], plain, *case, since
+            ).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):
@@ -164,7 +168,7 @@ class SlicedPass(StagePass):
             if value is None:
                 raise ValueError(
                     f"the step computes what {self._context.chain.block_name(index)} gets"
-                    f"{in_brackets(calling_line())} from outputs of blocks; with "
+                    f"{in_brackets(running_user_line())} from outputs of blocks; with "
                     f"num_sequence_slices there is a slice of these only: let a block compute it, "
                     f"or use num_sequence_slices=1"
                 )

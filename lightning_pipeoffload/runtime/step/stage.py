@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime import (
     NOTHING,
-    Received,
+    ReceivedTensors,
     TensorSpec,
     combine_contexts,
     gradients_to_send,
@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.batch import weighted
 from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH, StageRecord, StepRecord, loss_in
 from lightning_pipeoffload.runtime.memory import ActivationStore, CheapRecompute, SavedMemory
 from lightning_pipeoffload.runtime.sequence import EarlierSlices
-from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointReplayer, is_repeatable
+from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointChecker, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.read_cache import ReadCachePass
@@ -69,15 +69,15 @@ class StageRunner:
         """Return the parameters and buffers that the rank owns."""
         return self._context.tensors.local_tensors().values()
 
-    def measure_anew(self) -> None:
+    def clear_measurements(self) -> None:
         """Forget the measured memory: other parameters are trained from the next step on."""
         self.memories.clear()
 
-    def measure_all(self, measures_all: bool) -> None:
+    def set_measure_all(self, measures_all: bool) -> None:
         """Set whether to measure all microbatches of the next step, or only unmeasured slices."""
         self._measures_all = measures_all
         for memory in self.memories.values():
-            memory.measure_all(measures_all)
+            memory.set_measure_all(measures_all)
 
     @cached_property
     def _sender(self) -> str:
@@ -118,7 +118,7 @@ class StageRunner:
         record = self.record_of(microbatch)
         at_once = context.head_is_at_once and context.is_last
         queue = WeightGradQueue(False, store, context.add_product, at_once)
-        received = Received(record.specs_in) if keep else None
+        received = ReceivedTensors(record.specs_in) if keep else None
         part = microbatch.record.sequence_slice
         place = 0 if part is None else part.index
         flight = InFlight(microbatch, record, queue, received, store, place)
@@ -168,7 +168,7 @@ class StageRunner:
                 self._refuse_payload(output, flight)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
-            detached.append(spec.arrange(leaf.detach()))
+            detached.append(spec.match_stride(leaf.detach()))
             if spec.gets_gradient and trains:
                 # The edge, not the tensor: the output's memory may go as soon as it is sent.
                 edges.append(get_gradient_edge(leaf))
@@ -207,7 +207,7 @@ class StageRunner:
     def _differentiate(self, flight: InFlight, gradients: list[Tensor]) -> None:
         roots = flight.sent
         if flight.earlier is not None:
-            edges, of_later = flight.earlier.pop(flight.slice)
+            edges, of_later = flight.earlier.pop_gradient_edges(flight.slice)
             roots, gradients = (*roots, *edges), [*gradients, *of_later]
         try:
             if roots:
@@ -227,13 +227,15 @@ class StageRunner:
             refuse_late_writes(error, self._context.tensors)
             raise
 
-    def weight(self, microbatch: Microbatch) -> None:
+    def backward_weight(self, microbatch: Microbatch) -> None:
         """Run W."""
         flight = self.in_flight[microbatch.index]
         with self._around_backward(flight):
             flight.queue.run()
 
-    def last_weights(self, microbatches: Sequence[Microbatch], final: GradientListener) -> None:
+    def run_regrouped_weights(
+        self, microbatches: Sequence[Microbatch], final: GradientListener
+    ) -> None:
         """Run the last W's of a step, grouped by parameter, so that gradients become final early.
 
         Args:
@@ -244,16 +246,16 @@ class StageRunner:
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
             parameters = RegroupedWeightGrads(each.queue.pending for each in flights).parameters
-            final.announce(self._context.stage.index, parameters)
+            final.mark_gradients_final(self._context.stage.index, parameters)
             for microbatch in microbatches:
-                self.weight(microbatch)
+                self.backward_weight(microbatch)
             for parameter in parameters:
-                final.finish(parameter)
+                final.finish_parameter(parameter)
             return
         gradients = RegroupedWeightGrads(flight.queue.pop_all() for flight in flights)
-        final.announce(self._context.stage.index, gradients.parameters)
-        with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
-            gradients.run(final.finish)
+        final.mark_gradients_final(self._context.stage.index, gradients.parameters)
+        with backward_mode(microbatches[0].device), self._gradients, self._checking_hooks():
+            gradients.run(final.finish_parameter)
 
     def free(self, microbatch: Microbatch) -> None:
         """Drop the state of a microbatch, whose weight gradients are computed."""
@@ -263,7 +265,7 @@ class StageRunner:
 
     def _around_backward(self, flight: InFlight) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
-        outside = backward_on(flight.microbatch.device)
+        outside = backward_mode(flight.microbatch.device)
         is_plain = self._gradients is NOTHING and not (flight.seen or flight.written)
         if is_plain and self._num_checked >= _NUM_CHECKED:
             return outside  # as in most models
@@ -271,7 +273,7 @@ class StageRunner:
             outside,
             self._gradients,
             flight.seen.restored(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
-            self._context.writes.in_backward(self._context.stage.index, flight.written),
+            self._context.writes.hiding_later_writes(self._context.stage.index, flight.written),
             self._checking_hooks(),
         )
 
@@ -320,8 +322,8 @@ class StageRunner:
         return combine_contexts(
             NOTHING if microbatch.record.backwards.are_any else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
-            _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
-            CheckpointReplayer(step, writes, compares, is_first).wrapping()
+            _cheap_recompute() if self._context.recompute == "cheap" else NOTHING,
+            CheckpointChecker(step, writes, compares, is_first).wrapping()
             if is_first or writes.is_by_users
             else NOTHING,
             self._context.forward_context(),
@@ -365,16 +367,16 @@ class StageRunner:
 
 
 @cache
-def backward_on(device: torch.device) -> _BackwardOn:
+def backward_mode(device: torch.device) -> _BackwardMode:
     """Return the context of B and W: autocast is off, and autograd runs in this thread.
 
     Autograd's own thread for an accelerator takes time to wake, and does not have this thread's
     autocast state: a checkpoint that ran in it would clear the casts that microbatches share.
     """
-    return _BackwardOn(device)
+    return _BackwardMode(device)
 
 
-class _BackwardOn:
+class _BackwardMode:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -392,7 +394,7 @@ class _BackwardOn:
 
 
 @contextmanager
-def _saving_cheaply() -> Iterator[None]:
+def _cheap_recompute() -> Iterator[None]:
     with CheapRecompute().saving():  # made here, for it reads the hooks that hold around it
         yield
 

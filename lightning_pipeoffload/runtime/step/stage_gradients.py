@@ -32,7 +32,7 @@ class StageGradient:
         self.parameter = parameter
         self.stage = stage
 
-    def exchange(self) -> None:
+    def swap_with_parameter(self) -> None:
         """Swap :attr:`grad` with ``parameter.grad``."""
         self.parameter.grad, self.grad = self.grad, self.parameter.grad
 
@@ -46,7 +46,7 @@ class StageGradient:
             self.parameter.grad.add_(gradient)
 
 
-class OwnGradients:
+class SwappedGradients:
     """Context of one stage's B and W, in which ``.grad`` of shared weights is the stage's own."""
 
     def __init__(self, gradients: Sequence[StageGradient] = ()) -> None:
@@ -57,11 +57,11 @@ class OwnGradients:
 
     def __enter__(self) -> None:
         for gradient in self._gradients:
-            gradient.exchange()
+            gradient.swap_with_parameter()
 
     def __exit__(self, *error: object) -> None:
         for gradient in self._gradients:
-            gradient.exchange()
+            gradient.swap_with_parameter()
 
     def forget(self) -> None:
         """Drop the gradients, after an error."""

@@ -41,35 +41,35 @@ from lightning_pipeoffload.runtime import (
     seed_all,
     start_stage_graph,
 )
-from lightning_pipeoffload.runtime.compiled import uncompiled
+from lightning_pipeoffload.runtime.compiled import force_eager
 from lightning_pipeoffload.runtime.cut import (
+    ActiveStepRun,
     BlockChain,
     CarriedValues,
-    Running,
     SplitModule,
     Stage,
     StageExit,
+    describe_required_calls,
     loss_in,
-    needs_all_blocks,
 )
 from lightning_pipeoffload.runtime.shapes import (
     KernelsOnZeros,
     ShapeOnly,
     StepRules,
     ValueNeededError,
-    give_values,
-    has_shapes,
+    has_shape_only,
     shape_only_leaves,
+    substitute_values,
 )
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
-from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
+from lightning_pipeoffload.runtime.step.stage_gradients import SwappedGradients
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites, WrittenByForward
 from lightning_pipeoffload.runtime.users_code import (
-    Generators,
+    RandomGenerators,
     StepCall,
-    calling_line,
     in_brackets,
+    running_user_line,
     users_line,
 )
 from lightning_pipeoffload.runtime.weight_grad import AddProduct, add_product_to_grad
@@ -77,12 +77,12 @@ from lightning_pipeoffload.runtime.weight_grad import AddProduct, add_product_to
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
-def _are_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _have_plain_types(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all are plain tensors and numbers; most blocks take nothing else."""
     for argument in args:
         if type(argument) not in _VALUES:
             return False
-    return not kwargs or _are_values((*kwargs.values(),), {})
+    return not kwargs or _have_plain_types((*kwargs.values(),), {})
 
 
 @dataclass
@@ -111,8 +111,8 @@ class StageContext:
     chain: BlockChain
     tensors: SplitModule
     writes: StepWrites
-    gradients: OwnGradients
-    generators: Generators
+    gradients: SwappedGradients
+    generators: RandomGenerators
     kernels: KernelsOnZeros
     recompute: str = "none"
     add_product: AddProduct = add_product_to_grad
@@ -213,7 +213,7 @@ class StagePass:
         else:
             context.tensors.hide()
         try:
-            with Running(context.chain, self):
+            with ActiveStepRun(context.chain, self):
                 if self._counter is None and not self._record.may_call_kernels:
                     result = self._microbatch.run(context.call)
                 else:
@@ -238,7 +238,9 @@ class StagePass:
         return output
 
     def _run_watched(self) -> Any:
-        kernels = self._context.kernels.in_use() if self._record.may_call_kernels else NOTHING
+        kernels = (
+            self._context.kernels.running_on_zeros() if self._record.may_call_kernels else NOTHING
+        )
         with kernels, self._counter or NOTHING:
             return self._microbatch.run(self._context.call)
 
@@ -256,13 +258,13 @@ class StagePass:
         if call >= len(record.calls) or record.calls[call] != index:
             self._refuse_call(index)
         if self._start <= index < self._stop:
-            output = self._run_own(call, index, args, kwargs)
+            output = self._run_local_block(call, index, args, kwargs)
         else:
             earlier = self._shape_outputs.get(call)
-            if earlier is not None and earlier[0].is_as_made(earlier[1]):
+            if earlier is not None and earlier[0].is_unmodified(earlier[1]):
                 output = earlier[0]
             else:
-                output = self._pass_remote(call, index, args, kwargs)
+                output = self._skip_remote_block(call, index, args, kwargs)
         if call == record.exit:
             self._has_exited = True
             sent, self._sent = self._sent, []
@@ -275,7 +277,7 @@ class StagePass:
             self._generators.seed(self._seeds[call + 1])
         return output
 
-    def _pass_remote(
+    def _skip_remote_block(
         self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._carried is None:
@@ -290,7 +292,7 @@ class StagePass:
         suffices = self._record.output_shapes_suffice[call]
         output = self._step_record.outputs[call]
         if not suffices:
-            output = self._computed_output(output, index, args, kwargs)
+            output = self._rerun_for_shapes(output, index, args, kwargs)
         if call == self._record.entry:
             self._enter_stage()
         if call in self._entered:
@@ -303,12 +305,14 @@ class StagePass:
     def _received_output(self, call: int, output: BlockOutput) -> Any:
         return output.fill(self._entered.pop(call))
 
-    def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
-            args, kwargs = give_values((args, kwargs), map_in_place)
+    def _run_local_block(
+        self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not _have_plain_types(args, kwargs) and has_shape_only((args, kwargs)):
+            args, kwargs = substitute_values((args, kwargs), map_in_place)
             # A list of both views' values may hold what a later stage computes: its block does not.
             leaves = shape_only_leaves((args, kwargs))
-            for leaf in leaves if self._step_record.calls.is_once else ():
+            for leaf in leaves if self._step_record.calls.is_sequential else ():
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
         run = self._plain_call(index)
         # A value that leaves an open block through a hook would come from its first run only.
@@ -337,12 +341,12 @@ class StagePass:
         state = written, self._generators
         return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *state)
 
-    def _computed_output(
+    def _rerun_for_shapes(
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockOutput:
         hidden = self._context.tensors.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
-        with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
+        with torch.no_grad(), force_eager(), hidden, dropping, self._looking_into(index):
             result = self._context.chain.plain_calls[index](*args, **kwargs)
         return output if output.is_template else BlockOutput.of(result)
 
@@ -384,7 +388,7 @@ class StagePass:
             self._refuse_early_end(result)
         if type(result) is Tensor:
             return result
-        result = give_values(result)
+        result = substitute_values(result)
         for leaf in shape_only_leaves(result):
             raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
         return result
@@ -394,10 +398,10 @@ class StagePass:
         expected = self._record.calls[call : call + 1]
         instead = f"called {name(expected[0])}" if expected else "called no more blocks"
         raise ValueError(
-            f"the step calls {name(index)}{in_brackets(calling_line())}, and {instead} when it ran "
-            f"without values; in a pipeline the blocks that a step calls cannot depend on values, "
-            f"attributes or the batch's number: call them in every step, and choose, as in x = "
-            f"torch.where(wanted, block(x), x){self._step_record.derivation}"
+            f"the step calls {name(index)}{in_brackets(running_user_line())}, and {instead} when "
+            f"it ran without values; in a pipeline the blocks that a step calls cannot depend on "
+            f"values, attributes or the batch's number: call them in every step, and choose, as "
+            f"in x = torch.where(wanted, block(x), x){self._step_record.derivation}"
         )
 
     def _refuse_early_end(self, result: Any) -> None:
@@ -406,8 +410,8 @@ class StagePass:
         last = self._context.chain.block_name(self._record.calls[self._record.exit])
         raise ValueError(
             f"the step returned before it called {last}, but called it "
-            f"for another batch of this shape; {needs_all_blocks(self._context.chain)}, in every "
-            f"step"
+            f"for another batch of this shape; {describe_required_calls(self._context.chain)}, in "
+            f"every step"
         )
 
     def _explain(self, error: ValueNeededError) -> str:

@@ -33,16 +33,16 @@ from lightning_pipeoffload.runtime.users_code import (
     REGISTRIES,
     Attribute,
     Fingerprint,
+    NamedAttribute,
     RemoteValue,
     Slot,
     StepPoint,
     StepState,
-    Variable,
     Write,
     fingerprint,
     in_brackets,
-    is_generator,
     is_iterator,
+    is_random_generator,
     is_unchanged,
     private_copy,
     short_fingerprint,
@@ -62,7 +62,7 @@ class WrittenByForward(NamedTuple):
     """
 
     forward: int  # its number among the rank's
-    values: list[tuple[Variable, Fingerprint | None]]
+    values: list[tuple[NamedAttribute, Fingerprint | None]]
 
 
 _CONTAINERS = (list, dict, set, deque)
@@ -89,10 +89,10 @@ class StepWrites:
         self._num_passes = dict.fromkeys(stages, 0)
         self._values_of: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
-        self._written: dict[_Key, Variable] = {}
-        self._by_users: dict[_Key, Variable] = {}  # in training
+        self._written: dict[_Key, NamedAttribute] = {}
+        self._by_users: dict[_Key, NamedAttribute] = {}  # in training
         self._of_blocks: set[_Key] = set()  # written in a block
-        self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
+        self._missing: dict[int, dict[_Key, tuple[NamedAttribute, str]]] = {s: {} for s in stages}
         self._missing_outside: dict[int, set[_Key]] = {s: set() for s in stages}  # of blocks
         self._have_run: set[int] = set()  # stages
         self._reached: dict[int, set[_Key]] = {stage: set() for stage in self._missing}
@@ -109,7 +109,7 @@ class StepWrites:
         """The last stage of the rank."""
         return max(self._num_passes)
 
-    def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
+    def add_traced_writes(self, record: StepRecord, stages: Sequence[Stage]) -> None:
         """Add the writes of a traced step, for the stages of a cut."""
         self._spaces.clear()
         self._weights.update(write.name for write in record.writes.weights)
@@ -143,7 +143,7 @@ class StepWrites:
 
     def _refuse_shared(self, record: StepRecord) -> None:
         """Refuse a container that several stages of a rank have: each would get its own copy."""
-        first: dict[int, Variable] = {}
+        first: dict[int, NamedAttribute] = {}
         for variable in [write.variable for write in record.writes.attributes]:
             is_in_place = variable.attribute in record.writes.in_place
             if not (is_in_place and isinstance(variable.value, _CONTAINERS)):
@@ -201,16 +201,20 @@ class StepWrites:
         made = self._missing_outside[stage.index] if stage.index in self._have_run else set()
         self._have_run.add(stage.index)
         if len(self._num_passes) == 1:
-            return _standing_for(missing, made) if missing else NOTHING
+            return _placing_placeholders(missing, made) if missing else NOTHING
         return combine_contexts(
             _StageValues(self, stage.index),
-            _standing_for(missing, made, self._of_other_homes(stage.index)) if missing else NOTHING,
+            _placing_placeholders(missing, made, self._of_other_homes(stage.index))
+            if missing
+            else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
         )
 
     def _hiding(self, stage: Stage) -> AbstractContextManager[Any]:
         local = [name for name in self._weights if self._tensors.is_local(name)]
-        blocks = {block for name in local if (block := self._chain.index_of(name)) is not None}
+        blocks = {
+            block for name in local if (block := self._chain.enclosing_block(name)) is not None
+        }
         others = sorted(blocks - {*stage.blocks})
         return self._tensors.hiding(*map(self._chain.block_name, others))
 
@@ -221,7 +225,7 @@ class StepWrites:
             self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written]
         )
 
-    def in_backward(
+    def hiding_later_writes(
         self, stage: int, written: WrittenByForward | None
     ) -> AbstractContextManager[Any]:
         """Make attributes that later forwards have written raise on use in a backward."""
@@ -236,7 +240,7 @@ class StepWrites:
         ]
         if not changed:
             return NOTHING
-        return _standing_for({v.key: (v, _read_in_backward(v)) for v in changed})
+        return _placing_placeholders({v.key: (v, _late_read_message(v)) for v in changed})
 
     def keep(self) -> Callable[[], None]:
         """Record the attributes that steps write, and all buffers, at the start of a step.
@@ -342,7 +346,7 @@ class StepWrites:
             self._spaces[stage] = [*((child, False) for _, child in others), *buffers]
         return self._spaces[stage]
 
-    def _written_in(
+    def _writes_since(
         self, child: nn.Module, is_buffers: bool, before: _Values
     ) -> Iterator[_Written]:
         """Yield the writes that belong to the pass's stage."""
@@ -395,7 +399,7 @@ class _StageValues:
                 or not all(map(eq, before, space))
                 or not all(map(is_, before.values(), space.values()))
             ):
-                written += writes._written_in(child, is_buffers, before)
+                written += writes._writes_since(child, is_buffers, before)
         for place, name, _, old in written:
             _put(place, name, old)
         writes._values_of[self._stage] = written
@@ -447,7 +451,7 @@ class _RemoteWrittenValue(RemoteValue):
 
     __slots__ = ("_copies", "_variable")
 
-    def __init__(self, message: str, variable: Variable, copies: bool) -> None:
+    def __init__(self, message: str, variable: NamedAttribute, copies: bool) -> None:
         super().__init__(message, variable.value)
         self._variable = variable
         self._copies = copies
@@ -467,7 +471,7 @@ class _RemoteWrittenValue(RemoteValue):
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         if not isinstance(self.local_value, _CONTAINERS):
-            self._use()
+            self._raise()
         self.local_value = self._container()
         self.local_value += other
         return self
@@ -477,14 +481,14 @@ class _RemoteWrittenValue(RemoteValue):
         self._variable.put(self.local_value)
 
 
-def _has_changed(variable: Variable, was: Fingerprint | None) -> bool:
+def _has_changed(variable: NamedAttribute, was: Fingerprint | None) -> bool:
     now = None if was is None else short_fingerprint(variable.value, _MOST)
     return was is None or now is None or not is_unchanged(was, now)
 
 
 @contextmanager
-def _standing_for(
-    missing: Mapping[_Key, tuple[Variable, str]],
+def _placing_placeholders(
+    missing: Mapping[_Key, tuple[NamedAttribute, str]],
     made: Set[_Key] = frozenset(),
     copies: Callable[[nn.Module], bool] = lambda _: False,
 ) -> Iterator[None]:
@@ -503,7 +507,7 @@ def _standing_for(
                 variable.put(placeholder.local_value)
 
 
-def _read_in_backward(variable: Variable) -> str:
+def _late_read_message(variable: NamedAttribute) -> str:
     return (
         f"{variable.label}, which the step writes, is read in a backward, after other "
         f"microbatches' forwards have written it: give a block that runs again what it reads as "
@@ -521,7 +525,7 @@ def _is_flag_or_cache(value: Any) -> bool:
 
 
 def _is_counter_or_generator(value: Any) -> bool:
-    return isinstance(value, _COUNTS) or is_iterator(value) or is_generator(value)
+    return isinstance(value, _COUNTS) or is_iterator(value) or is_random_generator(value)
 
 
 def _space(child: nn.Module, is_buffers: bool) -> _Values:

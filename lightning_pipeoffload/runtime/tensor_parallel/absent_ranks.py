@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pipeoffload.runtime.comm import MESH_DIMENSIONS, forget_meshes
+from lightning_pipeoffload.runtime.comm import MESH_DIMENSIONS, clear_dtensor_caches
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import waiting_for_collectives
 
 _CPU = torch.device("cpu")
 
 
 @contextmanager
-def absent_tensor_ranks(num_tensor_ranks: int) -> Iterator[None]:
+def fake_process_group(num_tensor_ranks: int) -> Iterator[None]:
     """Within the context, have a default process group of ``num_tensor_ranks``, this one rank 0.
 
     No other process exists, and nothing is sent. No group is made for one tensor rank.
@@ -39,11 +39,11 @@ def absent_tensor_ranks(num_tensor_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def mesh_of_absent_ranks(num_tensor_ranks: int) -> DeviceMesh:
+def fake_tensor_mesh(num_tensor_ranks: int) -> DeviceMesh:
     """Return the mesh that ``configure_model`` gets, of one pipeline rank and one replica.
 
     ``num_tensor_ranks`` may be smaller than the process group, so one group serves several sizes.
     """
-    forget_meshes()
+    clear_dtensor_caches()
     ranks = torch.arange(num_tensor_ranks).view(1, 1, 1, num_tensor_ranks)
     return DeviceMesh(_CPU.type, ranks, mesh_dim_names=MESH_DIMENSIONS)

@@ -39,8 +39,8 @@ from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     Sharding,
     is_shard,
-    keep_in_state,
     local_part,
+    register_sharding_hooks,
     set_sharding,
     storage_of,
 )
@@ -63,7 +63,7 @@ class NothingDistributedError(ValueError):
 
 
 @contextmanager
-def sharing_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+def sharding_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     """Have tensor ranks share the layers that are made, drawn and parallelized within the context.
 
     Args:
@@ -71,11 +71,11 @@ def sharing_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
         mesh: The mesh of all processes, with the dimension ``tensor_parallel``.
 
     Raises:
-        ValueError: As :func:`keep_local_parts`.
+        ValueError: As :func:`replace_dtensors`.
     """
     with initializing_shards(module), _warning_of_parted_weights(module, mesh.get_rank()):
         yield
-    keep_local_parts(module, mesh["tensor_parallel"])
+    replace_dtensors(module, mesh["tensor_parallel"])
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _warning_of_parted_weights(module: nn.Module, global_rank: int) -> Iterator[
         warn_once(_PARTED.format(", ".join(names)))
 
 
-def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
+def replace_dtensors(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace a module's DTensors with their local tensors, which its layers compute with.
 
     Args:
@@ -132,9 +132,9 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} has a forward that was assigned to it, and tensor ranks share layers by "
                 f"the forward of their class; leave the layer out of the plan, or give it a class"
             )
-        share = _find_share(layer, shardings)
+        share = _find_sharder(layer, shardings)
         share(layer, module, shardings)
-        keep_in_state(layer, shardings)
+        register_sharding_hooks(layer, shardings)
 
 
 def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
@@ -170,22 +170,22 @@ def _local_of(slot: Slot, sharding: Sharding) -> Tensor:
     return local
 
 
-def _find_share(
+def _find_sharder(
     layer: nn.Module, shardings: Mapping[str, Sharding]
 ) -> Callable[[nn.Module, nn.Module, Mapping[str, Sharding]], None]:
     weight = shardings.get("weight")
     if weight is not None and weight.is_divided:
         if type(layer).forward is nn.Linear.forward:
-            return _run_on_shards
+            return _shard_linear
         if type(layer).forward is nn.Embedding.forward:
-            return _share_embedding
-    return _share_other
+            return _shard_embedding
+    return _shard_other
 
 
 # Linear layers
 
 
-def _run_on_shards(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def _shard_linear(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     mesh, of_weight = shardings["weight"].mesh, shardings["weight"].placement
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
     is_first = mesh.get_local_rank() == 0
@@ -229,7 +229,7 @@ def _name_in(module: nn.Module, layer: nn.Module) -> str:
 # Embeddings
 
 
-def _share_embedding(
+def _shard_embedding(
     layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]
 ) -> None:
     sharding = shardings["weight"]
@@ -262,11 +262,11 @@ def _share_embedding(
 # Others
 
 
-def _share_other(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def _shard_other(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     run = type(layer).forward
     if run in (nn.LayerNorm.forward, nn.RMSNorm.forward):  # whose gradients are never divided
         shardings = {
-            attribute: sharding._replace(has_gradient_in_parts=True)
+            attribute: sharding._replace(has_partial_gradient=True)
             for attribute, sharding in shardings.items()
         }
         for attribute, sharding in shardings.items():
@@ -295,7 +295,7 @@ def _as_dtensor(local: Tensor, sharding: Sharding) -> Any:
     dtensor: Any = DTensor.from_local(
         local, sharding.mesh, [sharding.placement], run_check=False,
         shape=sharding.shape, stride=sharding.stride,
-        grad_placements=[Partial()] if sharding.has_gradient_in_parts else None,
+        grad_placements=[Partial()] if sharding.has_partial_gradient else None,
     )  # fmt: skip
     if isinstance(local, ShapeOnly):  # its gradient is summed
         dtensor._local_tensor.origins |= OF_SHARD

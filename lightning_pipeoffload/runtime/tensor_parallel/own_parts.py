@@ -21,7 +21,7 @@ from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
 
 
 @contextmanager
-def keeping_own_parts(have_equal_values: bool) -> Iterator[None]:
+def sharding_without_scatter(have_equal_values: bool) -> Iterator[None]:
     """Within the context, have tensor ranks divide parameters without sending values.
 
     Args:

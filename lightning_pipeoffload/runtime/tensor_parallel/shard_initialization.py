@@ -25,8 +25,8 @@ from lightning_pipeoffload.runtime.shapes import (
     Sharding,
     is_in_step,
     local_part,
-    memory_of,
     sharding_of,
+    storage_key,
 )
 
 _DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
@@ -73,7 +73,11 @@ def _sharding_by_memory(tensor: Tensor) -> Sharding | None:
         return None
     for weight in (weight for module in _modules for weight in module.parameters()):
         sharding = sharding_of(weight)
-        if sharding is None or not sharding.is_divided or memory_of(weight) != memory_of(tensor):
+        if (
+            sharding is None
+            or not sharding.is_divided
+            or storage_key(weight) != storage_key(tensor)
+        ):
             continue
         if weight.shape != tensor.shape:
             raise ValueError(
@@ -96,7 +100,7 @@ def _draw_whole(draw: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: 
         if isinstance(local, ShapeOnly):
             local.zero_()  # a write, for observers
         else:
-            local.copy_(sharding.part(whole))
+            local.copy_(sharding.local_shard_of(whole))
     return tensor
 
 

@@ -3,21 +3,21 @@
 from .attributes import (
     AttributeWatch,
     GlobalWriteError,
+    NamedAttribute,
     Placeholder,
     PlaceholderError,
     RemoteValue,
     StepPoint,
-    Variable,
     Write,
     record_globals,
     refuse_written_globals,
 )
-from .replaced_methods import WrappedHook, own_class, subclass_like
+from .replaced_methods import WrappedHook, original_class, subclass_like
 from .snapshot import (
     GONE,
     Attribute,
+    ContainedValues,
     Fingerprint,
-    Parts,
     StepState,
     TensorValues,
     fingerprint,
@@ -26,15 +26,15 @@ from .snapshot import (
     is_written,
     private_copy,
     refill,
+    restoring_attributes,
     restoring_module,
     short_fingerprint,
-    unchanged,
 )
 from .sources import (
     REGISTRIES,
-    Generators,
-    is_generator,
+    RandomGenerators,
     is_iterator,
+    is_random_generator,
     refusing_iterators,
     set_generator_state,
     state_of_generator,
@@ -45,8 +45,15 @@ from .step_call import (
     StepCall,
     UsersStep,
     copy_batch,
+    copy_shared_tensors,
     fingerprint_batch,
-    without_shared,
 )
 from .tensor_slots import Slot, find_slots, swapped
-from .users_lines import calling_line, in_brackets, is_opaque, line_of, running_frames, users_line
+from .users_lines import (
+    in_brackets,
+    is_library_object,
+    line_of,
+    running_frames,
+    running_user_line,
+    users_line,
+)

@@ -29,17 +29,17 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
 )
 from lightning_pipeoffload.runtime.users_code.sources import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.users_lines import (
-    calling_line,
     in_brackets,
     is_librarys_file,
-    is_users,
+    is_user_module,
+    running_user_line,
 )
 
 _MOST_VALUES = 1024  # of an attribute that is compared at each point of a trace
 
 
 @dataclass(frozen=True, eq=False)
-class Variable:
+class NamedAttribute:
     """The attribute ``name`` of ``part``, the submodule of the user's module at ``path``."""
 
     path: str
@@ -73,11 +73,11 @@ class Variable:
             vars(self.part)[self.name] = value
 
 
-def variables(module: nn.Module) -> Iterator[Variable]:
+def named_attributes(module: nn.Module) -> Iterator[NamedAttribute]:
     """Yield all attributes of a module tree except parameters, buffers and modules."""
     for path, part in module.named_modules():
         for name in vars(part).keys() - REGISTRIES:
-            yield Variable(path, part, name)
+            yield NamedAttribute(path, part, name)
 
 
 class GlobalWriteError(ValueError):
@@ -99,7 +99,7 @@ class Write(NamedTuple):
         is_users: Whether the user's code writes it, not a library.
     """
 
-    variable: Variable
+    variable: NamedAttribute
     point: StepPoint
     line: str
     is_users: bool
@@ -119,14 +119,14 @@ class AttributeWatch:
         self.long: set[Attribute] = set()  # whose changes in place are not recorded
         self._paths = {id(part): path for path, part in module.named_modules()}
         self._point = StepPoint(0, is_in_block=False)
-        self._seen: dict[tuple[int, str], tuple[Variable, Fingerprint]] = {}
+        self._seen: dict[tuple[int, str], tuple[NamedAttribute, Fingerprint]] = {}
         self._held: dict[tuple[int, str], None] = {}  # whose values can be changed in place
         self.writes: list[Write] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the writes within the context."""
-        for variable in variables(self._module):
+        for variable in named_attributes(self._module):
             if self._is_long(variable):
                 self.long.add(variable.attribute)
                 self._seen[variable.key] = variable, [(variable.value, 0)]
@@ -135,29 +135,29 @@ class AttributeWatch:
         plain = nn.Module.__setattr__
 
         def record(part: nn.Module, name: str, value: Any) -> None:
-            is_same = vars(part).get(name, GONE) is value and not _can_change(value)
+            is_same = vars(part).get(name, GONE) is value and not _is_mutable(value)
             plain(part, name, value)
             if id(part) in self._paths and name in vars(part) and not is_same:
-                variable = Variable(self._paths[id(part)], part, name)
+                variable = NamedAttribute(self._paths[id(part)], part, name)
                 is_users_file = not is_librarys_file(sys._getframe(1).f_code.co_filename)
-                self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
+                self.writes.append(Write(variable, self._point, running_user_line(), is_users_file))
                 self._record_variable(variable)
 
         with replaced(nn.Module, "__setattr__", record):
             yield
 
-    def _is_long(self, variable: Variable) -> bool:
+    def _is_long(self, variable: NamedAttribute) -> bool:
         value = variable.value
         return (
-            _can_change(value)
+            _is_mutable(value)
             and variable.attribute not in self._compared
             and short_fingerprint(value, _MOST_VALUES) is None
         )
 
-    def _record_variable(self, variable: Variable) -> None:
+    def _record_variable(self, variable: NamedAttribute) -> None:
         value, key = variable.value, variable.key
         self._held.pop(key, None)
-        if _can_change(value):
+        if _is_mutable(value):
             self._held[key] = None
         self._seen[key] = variable, fingerprint(value) if key in self._held else [(value, 0)]
 
@@ -172,24 +172,24 @@ class AttributeWatch:
     def finish(self) -> None:
         """Record attributes that were written without ``setattr``, such as by ``__dict__``."""
         end = StepPoint(self._point.segment, is_in_block=False)
-        now = {variable.key: variable for variable in variables(self._module)}
+        now = {variable.key: variable for variable in named_attributes(self._module)}
         for key in now.keys() - self._seen.keys():
             self._record_write(now[key], end)
         for variable, before in [*self._seen.values()]:
             if variable.value is not before[0][0]:
                 self._record_write(variable, end)
 
-    def _record_write(self, variable: Variable, point: StepPoint) -> None:
-        is_own = is_users(type(variable.part).__module__)
+    def _record_write(self, variable: NamedAttribute, point: StepPoint) -> None:
+        is_own = is_user_module(type(variable.part).__module__)
         self.writes.append(Write(variable, point, "", is_own))
         self._record_variable(variable)
 
 
-def _can_change(value: Any) -> bool:
+def _is_mutable(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray, list, dict, set, deque)):
         return True
     kind = type(value)
-    return hasattr(value, "__dict__") and not callable(value) and is_users(kind.__module__)
+    return hasattr(value, "__dict__") and not callable(value) and is_user_module(kind.__module__)
 
 
 # Placeholders
@@ -205,26 +205,28 @@ class Placeholder:
     __slots__ = ()
     message: str
 
-    def _use(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PlaceholderError(f"{self.message}{in_brackets(calling_line())}")
+    def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PlaceholderError(f"{self.message}{in_brackets(running_user_line())}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for those of any object
             raise AttributeError(name)
-        self._use()
+        self._raise()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _raise_first((args, kwargs or {}))
 
-    __iter__ = __len__ = __contains__ = __float__ = __int__ = __index__ = _use
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _use
-    __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = __matmul__ = __round__ = _use
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __call__ = __str__ = __format__ = _use
-    __getitem__ = __setitem__ = __delitem__ = _use
+    __iter__ = __len__ = __contains__ = __float__ = __int__ = __index__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _raise
+    )
+    __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = __matmul__ = __round__ = _raise
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __call__ = __str__ = __format__ = _raise
+    __getitem__ = __setitem__ = __delitem__ = _raise
 
     def __bool__(self) -> bool:
-        self._use()
+        self._raise()
 
 
 def _raise_first(tree: Any) -> NoReturn:
@@ -232,7 +234,7 @@ def _raise_first(tree: Any) -> NoReturn:
     while left:
         part = left.pop(0)
         if isinstance(part, Placeholder):
-            part._use()
+            part._raise()
         if isinstance(part, (list, tuple)):
             left.extend(part)
         elif isinstance(part, dict):
@@ -272,7 +274,7 @@ def record_globals(module: nn.Module) -> Globals:
         kinds.update(value for value in vars(home).values() if isinstance(value, type))
         states |= _fingerprints(home.__name__, home)
     for kind in kinds:
-        if is_users(kind.__module__):
+        if is_user_module(kind.__module__):
             states |= _fingerprints(kind.__qualname__, kind)
     return states
 
@@ -313,7 +315,7 @@ def _imported_user_modules(names: set[str]) -> Iterator[ModuleType]:
     left = sorted(names)
     while left:
         name = left.pop()
-        if name in visited or not is_users(name) or name not in sys.modules:
+        if name in visited or not is_user_module(name) or name not in sys.modules:
             continue
         visited.add(name)
         yield sys.modules[name]

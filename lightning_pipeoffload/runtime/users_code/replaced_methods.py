@@ -20,13 +20,13 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     metaclass: Any = type(plain)
-    subclass: type[Any] = _forwarding(metaclass)(
+    subclass: type[Any] = _forwarding_metaclass(metaclass)(
         plain.__name__, (plain, *marks), {**methods, **names}
     )
     return subclass
 
 
-class _Quiet:
+class _SkipsInitSubclass:
     """Precedes the original class in the order of classes, so that its method below is called."""
 
     __slots__ = ()
@@ -36,28 +36,28 @@ class _Quiet:
 
 
 @cache
-def _forwarding(plain: Any) -> Any:
+def _forwarding_metaclass(plain: Any) -> Any:
     def mro(cls: type[Any]) -> list[type[Any]]:
         first, *others = plain.mro(cls)
-        return [first, _Quiet, *others]
+        return [first, _SkipsInitSubclass, *others]
 
     def assign(cls: type[Any], name: str, value: Any) -> None:
-        owner = cls if _is_pythons(name) else cls.__bases__[0]
+        owner = cls if _is_special_name(name) else cls.__bases__[0]
         plain.__setattr__(owner, name, value)
 
     def delete(cls: type[Any], name: str) -> None:
-        owner = cls if _is_pythons(name) else cls.__bases__[0]
+        owner = cls if _is_special_name(name) else cls.__bases__[0]
         plain.__delattr__(owner, name)
 
     methods = {"mro": mro, "__setattr__": assign, "__delattr__": delete}
     return type(plain)(plain.__name__, (plain,), methods)
 
 
-def _is_pythons(name: str) -> bool:
+def _is_special_name(name: str) -> bool:
     return name.startswith(("__", "_abc_"))
 
 
-def own_class(instance: object) -> type[Any]:
+def original_class(instance: object) -> type[Any]:
     """Return the original class of an instance that has one of :func:`subclass_like`."""
     return type(instance).__bases__[0]
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.runtime import forked_randomness, without_collection
-from lightning_pipeoffload.runtime.users_code.sources import Generators, is_generator
-from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
+from lightning_pipeoffload.runtime import forked_randomness, without_garbage_collection
+from lightning_pipeoffload.runtime.users_code.sources import RandomGenerators, is_random_generator
+from lightning_pipeoffload.runtime.users_code.users_lines import is_library_object
 
 GONE = object()  # the value of an attribute that does not exist
 _DEPTH = 3
@@ -67,11 +67,11 @@ Fingerprint = list[tuple[Any, Any]]
 """Pairs of an object and a state that changes when it is written; holds the objects alive."""
 
 
-class Parts(tuple[Any, ...]):
+class ContainedValues(tuple[Any, ...]):
     """The values in a container; equal if they are the same objects."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Parts) and _are_same(self, other)
+        return isinstance(other, ContainedValues) and _are_same(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -90,12 +90,14 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
     """
     if is_plain_value(value):
         return [(value, 0)]
-    states: Fingerprint = [(value, _state_of(value))]
+    states: Fingerprint = [(value, _version_or_checksum(value))]
     for container, parts in _walk(value, set(), depth, longest):
         states.append((container, parts))
         if isinstance(parts, int):
             continue
-        states += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
+        states += [
+            (part, _version_or_checksum(part)) for part in parts if isinstance(part, _WRITTEN)
+        ]
     return states
 
 
@@ -103,13 +105,15 @@ def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
     """Record a value as ``fingerprint`` does; None if it contains more than ``most`` values."""
     if is_plain_value(value):
         return [(value, 0)]
-    states: Fingerprint = [(value, _state_of(value))]
+    states: Fingerprint = [(value, _version_or_checksum(value))]
     for container, parts in _walk(value, set(), _DEPTH, most):
         most -= most + 1 if isinstance(parts, int) else len(parts)
         if most < 0:
             return None
         states.append((container, parts))
-        states += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
+        states += [
+            (part, _version_or_checksum(part)) for part in parts if isinstance(part, _WRITTEN)
+        ]
     return states
 
 
@@ -130,7 +134,7 @@ def _is_same(old: Any, new: Any) -> bool:
     return old is new or (type(old) is type(new) and isinstance(old, _CONSTANTS) and old == new)
 
 
-def _state_of(value: Any) -> Any:
+def _version_or_checksum(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _version_of(value), value.requires_grad
     is_small = isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
@@ -149,12 +153,14 @@ def _version_of(tensor: Tensor) -> int:
 # Containers
 
 
-def _parts_of(container: Any) -> Parts:
+def _parts_of(container: Any) -> ContainedValues:
     if type(container) in _PLAIN_CONTAINERS:
-        return Parts(container.values() if type(container) is dict else container)
+        return ContainedValues(container.values() if type(container) is dict else container)
     if isinstance(container, dict):
-        return Parts(container.values())
-    return Parts(_fields(container).values() if _has_fields_only(container) else container)
+        return ContainedValues(container.values())
+    return ContainedValues(
+        _fields(container).values() if _has_fields_only(container) else container
+    )
 
 
 def _walk(
@@ -167,13 +173,13 @@ def _walk(
     if type(value) in _WALKED_EMPTY and not value:  # as most registries of hooks
         if id(value) not in visited:
             visited.add(id(value))
-            yield value, Parts()
+            yield value, ContainedValues()
         return
     level = [value]
     for _ in range(depth):
         below: list[Any] = []
         for each in level:
-            container = each if _is_container(each) else _space_of(each)
+            container = each if _is_container(each) else _attribute_dict_of(each)
             if container is None or id(container) in visited:
                 continue
             visited.add(id(container))
@@ -196,9 +202,13 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (*_CONTAINERS, tuple)) and not isinstance(value, torch.Size)
 
 
-def _space_of(value: Any) -> Any:
+def _attribute_dict_of(value: Any) -> Any:
     """Return the ``__dict__`` of an object of a user's class; a dataclass with slots itself."""
-    if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value) or is_generator(value):
+    if (
+        isinstance(value, _NOT_COLLECTIONS)
+        or is_library_object(value)
+        or is_random_generator(value)
+    ):
         return None
     space = getattr(value, "__dict__", None)
     if isinstance(space, dict):  # a generic alias has its class's
@@ -280,7 +290,7 @@ def _copy_container(value: Any, copy_value: Callable[[Any], Any]) -> Any:
 
 
 def _copy_object(value: Any, copy_value: Callable[[Any], Any]) -> Any:
-    space = _space_of(value)
+    space = _attribute_dict_of(value)
     if space is None:
         return value
     copied = copy.copy(value)
@@ -378,7 +388,11 @@ class StepState:
         self._compares = tensors is None
         self._arrays: list[tuple[_Array, _Array]] = []
         if tensors is None:
-            objects = {id(v): v for inside in self._insides.values() for v in _written_in(*inside)}
+            objects = {
+                id(v): v
+                for inside in self._insides.values()
+                for v in _tensors_and_arrays_in(*inside)
+            }
             tensors = [value for value in objects.values() if type(value) is Tensor]
             self._arrays = [
                 (value, value.copy())
@@ -418,17 +432,17 @@ class StepState:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
+def restoring_attributes(module: nn.Module) -> Iterator[set[Attribute]]:
     """Restore the attributes of a module tree, their contents, and all generators afterwards.
 
     Yields:
         The attributes that were changed in place; complete only after the context.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
-    with without_collection():
+    with without_garbage_collection():
         state = StepState((part, name) for part, before in names for name in before)
     written: set[Attribute] = set()
-    with forked_randomness(), Generators(module).restoring():
+    with forked_randomness(), RandomGenerators(module).restoring():
         try:
             yield written
         finally:
@@ -441,10 +455,10 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
 
 
 _Array = np.ndarray[Any, Any]
-_Walked = list[tuple[Any, Parts]]  # a container, and what it held
+_Walked = list[tuple[Any, ContainedValues]]  # a container, and what it held
 
 
-def _contents(walks: Iterable[Iterable[tuple[Any, Parts]]]) -> list[tuple[Any, Any]]:
+def _contents(walks: Iterable[Iterable[tuple[Any, ContainedValues]]]) -> list[tuple[Any, Any]]:
     """List each mutable container with a copy of its contents."""
     listed: set[int] = set()
     contents = []
@@ -455,7 +469,7 @@ def _contents(walks: Iterable[Iterable[tuple[Any, Parts]]]) -> list[tuple[Any, A
     return contents
 
 
-def _written_in(value: Any, walked: _Walked) -> Iterator[Any]:
+def _tensors_and_arrays_in(value: Any, walked: _Walked) -> Iterator[Any]:
     """Yield the tensors and arrays of an attribute."""
     if isinstance(value, _WRITTEN):
         yield value
@@ -467,7 +481,7 @@ def _written_in(value: Any, walked: _Walked) -> Iterator[Any]:
 def _objects_in(value: Any, walked: _Walked) -> Iterator[Any]:
     yield value
     yield from (container for container, _ in walked)
-    yield from _written_in(value, walked)
+    yield from _tensors_and_arrays_in(value, walked)
 
 
 @contextmanager
@@ -477,7 +491,7 @@ def restoring_module(module: nn.Module, written: Container[str]) -> Iterator[Non
     weights = TensorValues(parameter for name, parameter in named if name in written)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
-        with unchanged(module):
+        with restoring_attributes(module):
             for parameter, _ in gradients:
                 parameter.grad = None
             yield

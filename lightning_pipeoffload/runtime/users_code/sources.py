@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime import NOTHING, mix_seed
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, running_user_line
 
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 _MOST_VALUES = 1000  # a longer container is data
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-class Generators:
+class RandomGenerators:
     """The random generators in attributes of a module tree.
 
     Attributes:
@@ -37,7 +37,7 @@ class Generators:
     def find(self) -> None:
         """Find the attributes that hold generators; later they may hold other generators."""
         for place in _held_objects(self._module):
-            if is_generator(place.value):
+            if is_random_generator(place.value):
                 self._places[place.label] = place.holder, place.key
         self.exist = bool(self._places)
 
@@ -52,7 +52,7 @@ class Generators:
                 value = holder[key]
             except LookupError:  # a hook has taken it out
                 continue
-            if is_generator(value):
+            if is_random_generator(value):
                 yield label, value
 
     def restoring(self) -> AbstractContextManager[Any]:
@@ -91,7 +91,7 @@ class Generators:
         return restore
 
 
-def is_generator(value: Any) -> bool:
+def is_random_generator(value: Any) -> bool:
     """Return whether a value is a random generator that can be seeded."""
     return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
@@ -176,8 +176,8 @@ class _RefusingIterator:
 def _refusal(place: _HeldObject) -> ValueError:
     return ValueError(
         f"{place.label} is a {type(place.value).__name__} that the step advances"
-        f"{in_brackets(calling_line())}, and each stage would advance its own; read in the data "
-        f"set or in a hook (on_train_batch_start, say), and draw random numbers from torch's "
+        f"{in_brackets(running_user_line())}, and each stage would advance its own; read in the "
+        f"data set or in a hook (on_train_batch_start, say), and draw random numbers from torch's "
         f"global generator or from a torch.Generator that is an attribute of the module"
     )
 

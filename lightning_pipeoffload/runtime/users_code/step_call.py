@@ -85,7 +85,7 @@ class CallOnCopies:
                 value.copy_(copied)
 
 
-def without_shared(part: Any, batch: Any) -> Any:
+def copy_shared_tensors(part: Any, batch: Any) -> Any:
     """Copy the tensors of a microbatch that other microbatches share."""
     shared = {id(leaf) for leaf in leaves_of(batch)}
     tensors = [leaf for leaf in leaves_of(part) if isinstance(leaf, Tensor)]

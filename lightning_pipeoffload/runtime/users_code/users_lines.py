@@ -43,13 +43,13 @@ def is_users_file(filename: str) -> bool:
 
 
 @cache
-def is_users(name: str) -> bool:
+def is_user_module(name: str) -> bool:
     """Return whether a Python module belongs to no library, Python or this package."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return name == "__main__" or (file is not None and is_users_file(file))
 
 
-def is_opaque(value: object) -> bool:
+def is_library_object(value: object) -> bool:
     """Return whether an object's class is a library's; its attributes are not inspected."""
     return type(value).__module__.partition(".")[0] in _OPAQUE
 
@@ -62,7 +62,7 @@ def users_line(error: BaseException) -> str:
     return ""
 
 
-def calling_line() -> str:
+def running_user_line() -> str:
     """Return the user's innermost line that is running; "" if there is none."""
     for frame in running_frames():
         if is_users_file(frame.f_code.co_filename):

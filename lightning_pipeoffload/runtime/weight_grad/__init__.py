@@ -1,8 +1,15 @@
 """Weight gradients apart from input gradients: deferred by B, computed by W."""
 
 from .calls import BatchedProduct, Convolution, DeferredCall, Linear, MatrixProduct
-from .chunked_loss import AroundChunks, chunked_loss
-from .kernels import Original, deferring_kernels, kernel_in_place, mark, may_wait, uses_in
+from .chunked_loss import ChunkCallbacks, chunked_loss
+from .kernels import (
+    Original,
+    deferring_kernels,
+    is_deferrable,
+    mark_deferrable,
+    registered_kernel,
+    uses_in,
+)
 from .node import (
     ANCHOR,
     NO_HOOKS,
@@ -24,6 +31,6 @@ from .queue import (
     adds_in_float32,
     defer_weight_grad,
     has_hooks,
-    mark_at_once,
+    mark_computed_in_b,
 )
 from .regrouping import GradientListener, RegroupedWeightGrads

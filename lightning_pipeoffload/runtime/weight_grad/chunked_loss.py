@@ -28,7 +28,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_pipeoffload.runtime import IN_FORCE
-from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
+from lightning_pipeoffload.runtime.weight_grad.kernels import is_deferrable
 from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, trains_parameters
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
@@ -36,7 +36,7 @@ _NAME = "chunked_loss"
 
 
 @dataclass(frozen=True)
-class AroundChunks:
+class ChunkCallbacks:
     """Callbacks of a trace or a measurement for the chunks of an F or a B; see ``in_force``.
 
     Attributes:
@@ -151,7 +151,9 @@ def _find_reduction(
             f"{_NAME}() does not know of how many numbers {_name_of(loss)} is the mean; give it "
             f'reduction="sum", and divide the result yourself'
         )
-    return summed, partial(_count, ignored=options["ignore_index"], weight=options.get("weight"))
+    return summed, partial(
+        _mean_divisor, ignored=options["ignore_index"], weight=options.get("weight")
+    )
 
 
 def _options_of(loss: Any) -> dict[str, Any]:
@@ -168,14 +170,14 @@ def _name_of(loss: Any) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def _count(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
+def _mean_divisor(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
     """Return the divisor of a mean, as ``nn.functional.cross_entropy`` computes it."""
     if targets.is_floating_point():  # probabilities of the classes
         return len(targets)
     counted = targets != ignored
     if weight is None:
         return counted.sum()
-    around = IN_FORCE.latest(AroundChunks)
+    around = IN_FORCE.latest(ChunkCallbacks)
     if around is not None:
         around.record_class_weights()
     return (weight[targets.where(counted, 0)] * counted).sum()
@@ -224,14 +226,19 @@ class _Chunks:
         stand_ins = {
             name: weight.detach().requires_grad_()
             for name, weight in self.weights.items()
-            if not (adds and may_wait(weight))
+            if not (adds and is_deferrable(weight))
         }
         # The cache is the step's, which would keep the casts of stand-ins.
         casting = partial(self._casting, torch.is_autocast_cache_enabled() and not stand_ins)
         inner = WeightGradQueue(True, add_product=queue.add_product) if adds and queue else None
         run = partial(_run_with, self._head, stand_ins) if stand_ins else self._head
         of_rows = []
-        with self._drawing_again(), _around_chunks(), inner or nullcontext(), torch.enable_grad():
+        with (
+            self._restored_rng_state(),
+            _around_chunks(),
+            inner or nullcontext(),
+            torch.enable_grad(),
+        ):
             for part, y in self._split(rows, targets):
                 x = part.detach().requires_grad_(trains_rows)
                 with casting():
@@ -252,7 +259,7 @@ class _Chunks:
         )
 
     @contextmanager
-    def _drawing_again(self) -> Iterator[None]:
+    def _restored_rng_state(self) -> Iterator[None]:
         of_cpu, devices, states = self._states
         with torch.random.fork_rng(devices, device_type=self._device_type):
             torch.set_rng_state(of_cpu)
@@ -266,7 +273,7 @@ def _run_with(head: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _around_chunks() -> AbstractContextManager[Any]:
-    around = IN_FORCE.latest(AroundChunks)
+    around = IN_FORCE.latest(ChunkCallbacks)
     return nullcontext() if around is None else around.context()
 
 

@@ -26,7 +26,7 @@ from lightning_pipeoffload.runtime.weight_grad.float8 import Float8Product, floa
 from lightning_pipeoffload.runtime.weight_grad.node import (
     ANCHOR,
     apply_directly,
-    apply_saving,
+    apply_with_hooks,
     saving_hooks,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, has_hooks
@@ -48,12 +48,12 @@ _TRANSPARENT = {
 _LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
 
 
-def mark(parameter: Tensor, waits: bool = True) -> None:
+def mark_deferrable(parameter: Tensor, waits: bool = True) -> None:
     """Set whether the gradient of ``parameter`` may wait for W."""
     setattr(parameter, _MARK, waits)
 
 
-def may_wait(parameter: Tensor | None) -> bool:
+def is_deferrable(parameter: Tensor | None) -> bool:
     """Whether the gradient of a parameter may wait for W."""
     # Autograd calls a hook once, with the sum over all uses; W adds the uses one by one.
     return parameter is not None and getattr(parameter, _MARK, False) and not has_hooks(parameter)
@@ -79,7 +79,7 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
             yield leaf, node.name() in _PRODUCTS
 
 
-def _deferring(
+def _make_deferring_kernel(
     kind: type[DeferredCall],
     original: Original,
     at: tuple[int, int] = (0, 1),
@@ -108,8 +108,8 @@ def _deferring(
             return original(keys, *args)
         for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
             leaf = each if each.is_leaf else _leaf_of_view(each.grad_fn)
-            # As may_wait() decides, without two more calls for each weight of each product. Hooks
-            # are read each time: a user may register one between any two batches.
+            # As is_deferrable() decides, without two more calls for each weight of each product.
+            # Hooks are read each time: a user may register one between any two batches.
             if (
                 leaf is None
                 or not getattr(leaf, _MARK, False)
@@ -123,7 +123,7 @@ def _deferring(
         call, hooks = kind(weight, bias, *args[num_operands:]), saving_hooks()
         if hooks is None:
             return apply_directly(args[at_x], ANCHOR, call)
-        return apply_saving(args[at_x], call, hooks)
+        return apply_with_hooks(args[at_x], call, hooks)
 
     return kernel
 
@@ -132,11 +132,11 @@ def _product(
     kind: type[MatrixProduct] | type[BatchedProduct], original: Original
 ) -> Callable[..., Any]:
     """Return the kernel of a product of two matrices, of which either may be the weight."""
-    return _deferring(kind, _deferring(LeftProduct, original, at=(1, 0)))
+    return _make_deferring_kernel(kind, _make_deferring_kernel(LeftProduct, original, at=(1, 0)))
 
 
 def _addmm(original: Original) -> Callable[..., Any]:
-    plain = _deferring(MatrixProduct, original, at=(1, 2), at_bias=0)
+    plain = _make_deferring_kernel(MatrixProduct, original, at=(1, 2), at_bias=0)
 
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Any:
         if all(scale == 1 for scale in scales.values()):
@@ -147,7 +147,7 @@ def _addmm(original: Original) -> Callable[..., Any]:
 
 
 def _grouped_mm(original: Original) -> Callable[..., Any]:
-    by_rows = _deferring(GroupedProduct, original)
+    by_rows = _make_deferring_kernel(GroupedProduct, original)
 
     def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Any:
         if left.dim() == 2 and right.dim() == 3 and len(options) == 1:
@@ -158,7 +158,7 @@ def _grouped_mm(original: Original) -> Callable[..., Any]:
 
 
 def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    plain = _deferring(Float8Product, lambda keys, *args: original(*args))
+    plain = _make_deferring_kernel(Float8Product, lambda keys, *args: original(*args))
 
     def apply(x: Tensor, weight: Tensor, *options: Any) -> Any:
         if isinstance(x, ShapeOnly):  # a trace, which records a plain product with a weight
@@ -171,11 +171,11 @@ def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _KERNELS: dict[str, MakeKernel] = {
-    "linear": partial(_deferring, Linear, at_bias=2),
+    "linear": partial(_make_deferring_kernel, Linear, at_bias=2),
     "mm": partial(_product, MatrixProduct),
     "bmm": partial(_product, BatchedProduct),  # of einsum too
     "addmm": _addmm,
-    "convolution": partial(_deferring, Convolution, at_bias=2),
+    "convolution": partial(_make_deferring_kernel, Convolution, at_bias=2),
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
 }
 # The names of these operations' nodes when they are not deferred.
@@ -190,7 +190,7 @@ def deferring_kernels(device_type: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, make_kernel in _KERNELS.items():
-            kernel = kernel_in_place(name, make_kernel, PLAIN_CALLS[name], device_type)
+            kernel = registered_kernel(name, make_kernel, PLAIN_CALLS[name], device_type)
             stack.enter_context(kernel)
         float8 = float8_function()
         if float8 is not None:
@@ -200,7 +200,7 @@ def deferring_kernels(device_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def kernel_in_place(
+def registered_kernel(
     name: str, make_kernel: MakeKernel, call: Callable[..., Tensor], device_type: str
 ) -> Iterator[None]:
     """Have a kernel of an operation in the dispatcher for one type of device, within the context.

@@ -101,11 +101,11 @@ class _WeightInput:
         return x
 
 
-def apply_saving(x: Tensor, call: DeferredCall, hooks: Hooks) -> Tensor:
+def apply_with_hooks(x: Tensor, call: DeferredCall, hooks: Hooks) -> Tensor:
     """Run an operation on x as :data:`apply_directly` does; ``hooks`` save x for W."""
     # At once: B reads the input.
-    is_at_once = bool(QUEUES) and QUEUES[-1].is_at_once(call.trained_weights)
-    keeper = None if is_at_once else keeper_of(hooks)
+    is_computed_in_b = bool(QUEUES) and QUEUES[-1].is_computed_in_b(call.trained_weights)
+    keeper = None if is_computed_in_b else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_pipeoffload.runtime import IN_FORCE
-from lightning_pipeoffload.runtime.shapes import memory_of
+from lightning_pipeoffload.runtime.shapes import storage_key
 
 _AT_ONCE = "_pipeoffload_at_once"
 
@@ -41,7 +41,7 @@ AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 Fetch = Callable[[], Tensor]
 
 
-class Accumulating(Protocol):
+class WeightGradCall(Protocol):
     """An operation whose weight gradient waits for W, as ``DeferredCall`` in ``calls.py``."""
 
     trained_weights: tuple[Tensor, ...]
@@ -60,8 +60,8 @@ class WeightGrad(NamedTuple):
     weights: tuple[Tensor, ...]
 
 
-class Keeper(Protocol):
-    def keep_for_weight(self, tensor: Tensor) -> Callable[[], Tensor]:
+class OperandKeeper(Protocol):
+    def keep_until_w(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Keep a tensor until W; return the function by which W gets it."""
 
 
@@ -75,7 +75,8 @@ class WeightGradQueue:
         immediate: Whether to compute each gradient at once, for a fused backward.
         keeper: Keeps the tensors that wait; None: they stay as they are.
         add_product: Adds the product of two matrices to a weight's gradient.
-        has_at_once: Whether gradients of weights that :func:`mark_at_once` has marked do not wait.
+        has_at_once: Whether the gradients of weights marked by :func:`mark_computed_in_b` do not
+            wait.
 
     Attributes:
         has_at_once: As given.
@@ -86,7 +87,7 @@ class WeightGradQueue:
     def __init__(
         self,
         immediate: bool = False,
-        keeper: Keeper | None = None,
+        keeper: OperandKeeper | None = None,
         add_product: AddProduct | None = None,
         has_at_once: bool = False,
     ) -> None:
@@ -122,7 +123,7 @@ class WeightGradQueue:
         else:
             self._entries.append(WeightGrad(compute, weights))
 
-    def defer(self, call: Accumulating, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
+    def defer(self, call: WeightGradCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
         """Queue the weight gradient of a product for W, or compute it now if it must not wait.
 
         Args:
@@ -131,7 +132,7 @@ class WeightGradQueue:
             fetch: Returns the input, if x is a stand-in.
             grad: The gradient of the product's result.
         """
-        if self.has_at_once and self.is_at_once(call.trained_weights):
+        if self.has_at_once and self.is_computed_in_b(call.trained_weights):
             call.accumulate(fetch() if fetch else x, grad, self.add_product)
             return
         if self.counts_flops:
@@ -139,7 +140,7 @@ class WeightGradQueue:
         if fetch is None and self.keeper is None:
             compute: Callable[[], None] = partial(call.accumulate, x, grad, self.add_product)
             if self.operands is not None:
-                self.operands.add(memory_of(x))
+                self.operands.add(storage_key(x))
         else:
             self.operands = None  # the input may be computed again
             compute = partial(
@@ -150,7 +151,7 @@ class WeightGradQueue:
         else:
             self._entries.append(WeightGrad(compute, call.trained_weights))
 
-    def is_at_once(self, weights: Iterable[Tensor]) -> bool:
+    def is_computed_in_b(self, weights: Iterable[Tensor]) -> bool:
         """Return whether the gradient of weights, or of their views and casts, must not wait."""
         return self.has_at_once and any(
             getattr(parameter, _AT_ONCE, False)
@@ -162,7 +163,7 @@ class WeightGradQueue:
         """Keep a tensor until W; return the function by which W gets it."""
         if self.keeper is None or self.immediate:
             return lambda: tensor
-        return self.keeper.keep_for_weight(tensor)
+        return self.keeper.keep_until_w(tensor)
 
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
@@ -180,7 +181,7 @@ class WeightGradQueue:
         """Return whether the gradients that wait, or hooks on them, may read one of ``tensors``."""
         if self.operands is None or any(has_hooks(w) for each in self._entries for w in each[1]):
             return True
-        return any(isinstance(t, Parameter) or memory_of(t) in self.operands for t in tensors)
+        return any(isinstance(t, Parameter) or storage_key(t) in self.operands for t in tensors)
 
     def pop_all(self) -> list[WeightGrad]:
         """Remove and return the gradients that wait, for the caller to compute."""
@@ -189,7 +190,7 @@ class WeightGradQueue:
 
 
 def _accumulate_kept(
-    call: Accumulating, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
+    call: WeightGradCall, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
 ) -> None:
     call.accumulate(fetch_x(), fetch_grad(), add_product)
 
@@ -203,9 +204,9 @@ def active_queue() -> WeightGradQueue | None:
     return QUEUES[-1] if QUEUES else None
 
 
-def mark_at_once(parameter: Tensor, is_at_once: bool = True) -> None:
+def mark_computed_in_b(parameter: Tensor, is_computed_in_b: bool = True) -> None:
     """Set whether B, not W, adds the gradient, in queues with ``has_at_once``."""
-    setattr(parameter, _AT_ONCE, is_at_once)
+    setattr(parameter, _AT_ONCE, is_computed_in_b)
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -224,7 +225,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
         add_to_grad(parameter, compute())
 
     queue = active_queue()
-    if queue is not None and not (queue.immediate or queue.is_at_once((parameter,))):
+    if queue is not None and not (queue.immediate or queue.is_computed_in_b((parameter,))):
         queue.put(add, (parameter,))
     else:
         with torch.no_grad():
@@ -248,7 +249,7 @@ def parameters_of(weight: Tensor) -> Iterable[Tensor]:
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add a gradient to ``.grad`` as autograd does, hooks included."""
     assert parameter is not None
-    leaf = parameter if parameter.is_leaf else _widened(parameter)
+    leaf = parameter if parameter.is_leaf else _parameter_of_cast(parameter)
     if (
         leaf is None
         or leaf._backward_hooks  # as has_hooks() reads them, without a call for each gradient
@@ -283,7 +284,7 @@ def add_product_in_float32(parameter: Tensor, left: Tensor, right: Tensor) -> No
 
     That rounds once; :func:`add_product_to_grad` rounds the product to 16 bits before it adds.
     """
-    leaf = parameter if parameter.is_leaf else _widened(parameter)
+    leaf = parameter if parameter.is_leaf else _parameter_of_cast(parameter)
     if leaf is None or has_hooks(leaf) or not _adds_to_float32(leaf, left, right):
         add_product_to_grad(parameter, left, right)
     elif leaf.grad is None:
@@ -310,7 +311,7 @@ def adds_in_float32(device: torch.device) -> bool:
     return True
 
 
-def _widened(cast: Tensor) -> Tensor | None:
+def _parameter_of_cast(cast: Tensor) -> Tensor | None:
     """Return the parameter that ``cast`` was cast from; None if ``cast`` has hooks or is wider.
 
     The gradient of ``cast`` is exact in the parameter's dtype, so it can be added directly, which

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.runtime.shapes import Awaited
-from lightning_pipeoffload.runtime.users_code import REGISTRIES, is_opaque
+from lightning_pipeoffload.runtime.users_code import REGISTRIES, is_library_object
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), FunctionType, MethodType}
 _PLAIN |= {BuiltinFunctionType, ModuleType, type}
@@ -78,7 +78,7 @@ class ReachedState:
                 if type(value) in _PLAIN or id(value) in self._parents:
                     continue
                 if isinstance(value, Tensor) and value.is_inference():
-                    value = _counting_writes(value, holder, key, contents)
+                    value = _replace_inference_tensor(value, holder, key, contents)
                 self._parents[id(value)] = id(holder), key
                 if isinstance(value, Tensor):
                     self._record_version(value)
@@ -119,7 +119,7 @@ class ReachedState:
         return [(tensor, value) for tensor, value, version in versions if value._version != version]
 
 
-def _counting_writes(tensor: Tensor, holder: Any, key: Any, contents: Any) -> Tensor:
+def _replace_inference_tensor(tensor: Tensor, holder: Any, key: Any, contents: Any) -> Tensor:
     """Put a tensor with the same memory in place of an inference tensor, which counts no writes."""
     if isinstance(holder, tuple) or tensor.is_nested:
         return tensor
@@ -148,7 +148,7 @@ def attributes_of(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, nn.Module):
         skipped = _OF_WEIGHTS if isinstance(value, nn.RNNBase) else REGISTRIES
         return {name: each for name, each in vars(value).items() if name not in skipped}
-    if isinstance(value, (type, Optimizer, Tensor)) or is_opaque(value) or callable(value):
+    if isinstance(value, (type, Optimizer, Tensor)) or is_library_object(value) or callable(value):
         return None
     space = getattr(value, "__dict__", None)
     return space if isinstance(space, dict) else None
@@ -196,7 +196,7 @@ def find_place(roots: Mapping[str, Any], place: Place) -> Any:
     return value
 
 
-class Sender(pickle.Pickler):
+class ReferencePickler(pickle.Pickler):
     """Pickles objects; those within reach by their place, tensors by a description.
 
     Args:
@@ -228,8 +228,8 @@ class Sender(pickle.Pickler):
         return None
 
 
-class Receiver(pickle.Unpickler):
-    """Unpickles what a :class:`Sender` has pickled on another rank.
+class ReferenceUnpickler(pickle.Unpickler):
+    """Unpickles what a :class:`ReferencePickler` has pickled on another rank.
 
     Args:
         data: The pickle.

@@ -31,7 +31,7 @@ class RootValues:
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
 
     @contextmanager
-    def in_place(self, needed: Sequence[tuple[Slot, int | None]]) -> Iterator[None]:
+    def swapped_in(self, needed: Sequence[tuple[Slot, int | None]]) -> Iterator[None]:
         """Put the root's values into slots; all ranks enter.
 
         Args:
@@ -53,7 +53,7 @@ class RootValues:
         finally:
             for slot, tensor in before:
                 slot.put(tensor)
-        self._keep_writes(needed, now, versions)
+        self._broadcast_writes(needed, now, versions)
 
     def _is_stale(self, slot: Slot) -> bool:
         of_tensor, version, _ = self._copies.get(slot.name, (None, 0, None))
@@ -67,7 +67,7 @@ class RootValues:
         copied = copied if rank in (None, self._group.rank) else tensor
         self._copies[slot.name] = tensor, _version(tensor), copied
 
-    def _keep_writes(
+    def _broadcast_writes(
         self,
         needed: Sequence[tuple[Slot, int | None]],
         now: dict[str, Tensor],

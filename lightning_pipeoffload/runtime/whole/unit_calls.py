@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import (
-    RandomnessReplay,
+    RandomStateSnapshot,
     generator_state,
     leaves_of,
     map_output,
@@ -19,8 +19,13 @@ from lightning_pipeoffload.runtime import (
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.runtime.shapes import HeldOutput, HeldValue, ShapeOnly
 from lightning_pipeoffload.runtime.users_code import Slot
-from lightning_pipeoffload.runtime.whole.reached_state import ReachedState, Receiver, Sender, apply
-from lightning_pipeoffload.runtime.whole.values import Values
+from lightning_pipeoffload.runtime.whole.reached_state import (
+    ReachedState,
+    ReferencePickler,
+    ReferenceUnpickler,
+    apply,
+)
+from lightning_pipeoffload.runtime.whole.values import HeldValues
 
 _SMALL = 16  # numbers of a tensor that travel in the header
 
@@ -85,7 +90,7 @@ class OwnersCall:
 
     def __init__(
         self,
-        values: Values,
+        values: HeldValues,
         group: PipelineGroup,
         module_names: Mapping[int, str],
         unit: Unit,
@@ -102,7 +107,7 @@ class OwnersCall:
         self._is_output = False
         self._keeps_outputs = unit.is_followed and not unit.module._forward_hooks
 
-    def run(self, plain: Callable[..., Any]) -> tuple[Any, RandomnessReplay | None]:
+    def run(self, plain: Callable[..., Any]) -> tuple[Any, RandomStateSnapshot | None]:
         """Return what all ranks return for the call, and the generators if the unit has drawn."""
         state = ReachedState(self._roots)
         args, kwargs = self._roots["args"], self._roots["kwargs"]
@@ -113,19 +118,23 @@ class OwnersCall:
         self._values.begin_unit(self._subject)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                output = plain(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+                output = plain(
+                    *map(unwrap_held, args), **{k: unwrap_held(v) for k, v in kwargs.items()}
+                )
         finally:
             self._values.end_unit()
         has_drawn = not torch.equal(before, generator_state(self._group.device))
-        drawn = RandomnessReplay() if has_drawn else None
+        drawn = RandomStateSnapshot() if has_drawn else None
         self._leaves = {id(leaf) for leaf in output_leaves(output) if isinstance(leaf, Tensor)}
         self._values.send_header(self._subject, result=self._pickled(output, state, drawn))
         for tensor in self._sent:
             self._group.copy_to_devices(tensor, self._unit.rank)
         return map_output(lambda leaf: self._stay.get(id(leaf), leaf), output), drawn
 
-    def _pickled(self, output: Any, state: ReachedState, drawn: RandomnessReplay | None) -> bytes:
-        sender = Sender(state, self._names, self._describe)
+    def _pickled(
+        self, output: Any, state: ReachedState, drawn: RandomStateSnapshot | None
+    ) -> bytes:
+        sender = ReferencePickler(state, self._names, self._describe)
         try:
             # First what it keeps: an output among that is a plain tensor here, which code reads
             # without asking the other ranks, so they all get its value.
@@ -152,7 +161,7 @@ class OwnersCall:
 
     def _describe(self, tensor: Tensor) -> DescribedTensor:
         if id(tensor) not in self._described:
-            self._described[id(tensor)] = tensor, self._describe_new(value_of(tensor))
+            self._described[id(tensor)] = tensor, self._describe_new(unwrap_held(tensor))
         return self._described[id(tensor)][1]
 
     def _describe_new(self, tensor: Tensor) -> DescribedTensor:
@@ -165,12 +174,14 @@ class OwnersCall:
         stays = not (is_leaf or self.shares_state) if is_kept else self._keeps_outputs and is_leaf
         if tensor.numel() <= _SMALL or not stays:
             return self._describe_value(tensor)
-        number = self._values.next_number()
+        number = self._values.next_value_number()
         if is_kept:
             self._values.hold_state(number, tensor)
         else:
             origin = f"the output of {self._unit.name}"
-            self._stay[id(tensor)] = self._values.output(number, tensor, origin, self._group.rank)
+            self._stay[id(tensor)] = self._values.make_held_output(
+                number, tensor, origin, self._group.rank
+            )
         return self._description(tensor, number, None)
 
     def _describe_value(self, tensor: Tensor) -> DescribedTensor:
@@ -195,7 +206,7 @@ class OwnersCall:
         )
 
 
-class RemoteCall:
+class ReplayedUnitCall:
     """Repeats a call that another rank runs.
 
     Args:
@@ -209,7 +220,7 @@ class RemoteCall:
 
     def __init__(
         self,
-        values: Values,
+        values: HeldValues,
         group: PipelineGroup,
         module: nn.Module,
         unit: Unit,
@@ -220,16 +231,16 @@ class RemoteCall:
         self._unit, self._roots, self._subject = unit, roots, subject
         self._made: dict[int, Tensor] = {}
 
-    def receive(self) -> tuple[Any, RandomnessReplay | None]:
+    def receive(self) -> tuple[Any, RandomStateSnapshot | None]:
         """Repeat what the unit has changed; return as :meth:`OwnersCall.run` does."""
         assert self._unit.rank is not None
         data = self._values.receive_result(self._subject, self._unit.rank)
-        receiver = Receiver(data, self._roots, self._module, self._make)
+        receiver = ReferenceUnpickler(data, self._roots, self._module, self._make)
         # Values come in this order. Objects are found where they were before the changes.
         changes = receiver.load()
         writes, generators = receiver.load()
         for tensor, described in writes:
-            _write(tensor, self._make_value(described))
+            _write(tensor, self._receive_tensor(described))
         output = receiver.load()
         for change in changes:
             apply(change)
@@ -247,22 +258,26 @@ class RemoteCall:
 
     def _make(self, described: DescribedTensor) -> Tensor:
         if described.serial not in self._made:
-            make = self._make_held if described.number else self._make_value
+            make = self._make_held if described.number else self._receive_tensor
             self._made[described.serial] = make(described)
         return self._made[described.serial]
 
     def _make_held(self, described: DescribedTensor) -> Tensor:
         assert self._unit.rank is not None
-        number, name = self._values.next_number(), self._unit.name
+        number, name = self._values.next_value_number(), self._unit.name
         device = torch.device("cpu") if described.is_on_host else self._group.device
         if described.is_output:
             origin = f"the output of {name}"
-            return self._values.output(number, described.on_meta(), origin, self._unit.rank, device)
+            return self._values.make_held_output(
+                number, described.on_meta(), origin, self._unit.rank, device
+            )
         place = f"global rank {self._group.global_ranks[self._unit.rank]}"
         origin = f"what {name} keeps in its arguments or attributes, on {place}"
-        return self._values.state(number, described.on_meta(), origin, self._unit.rank, device)
+        return self._values.make_held_state(
+            number, described.on_meta(), origin, self._unit.rank, device
+        )
 
-    def _make_value(self, described: DescribedTensor) -> Tensor:
+    def _receive_tensor(self, described: DescribedTensor) -> Tensor:
         assert self._unit.rank is not None
         shape, dtype, device = described.shape, described.dtype, self._group.device
         if described.numbers is None:
@@ -276,13 +291,13 @@ class RemoteCall:
         return strided.copy_(value)
 
 
-def value_of(leaf: Any) -> Any:
+def unwrap_held(leaf: Any) -> Any:
     """Return the value of a held tensor where it is on this rank; other objects as they are."""
     return leaf.value if isinstance(leaf, HeldValue) and leaf.value is not None else leaf
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
     """Repeat a write in place, where this rank has a value."""
-    written = value_of(tensor)
+    written = unwrap_held(tensor)
     if not isinstance(written, ShapeOnly):
         written.copy_(value)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.comm import PeerLostError, PipelineGroup
 from lightning_pipeoffload.runtime.shapes import HeldOutput, HeldState, HeldValue
-from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import in_brackets, running_user_line
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has ended its run waits for the others, which may run other code."""
@@ -46,7 +46,7 @@ class Header(NamedTuple):
     result: bytes = b""
 
 
-class Values:
+class HeldValues:
     """The values that ranks hold for each other, and how they get them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Values:
         self._fetched: list[HeldState] = []
         self.running: tuple[str, int] | None = None
 
-    def next_number(self) -> int:
+    def next_value_number(self) -> int:
         self._num_values += 1
         return self._num_values
 
@@ -76,13 +76,13 @@ class Values:
         """Note what a unit of this rank has written, for units of other ranks that read it."""
         self._states[number] = tensor
 
-    def state(
+    def make_held_state(
         self, number: int, like: Tensor, origin: str, holder: int, device: torch.device
     ) -> HeldState:
         """Return a tensor without a value for what a unit of another rank has written."""
-        return HeldState.described(like, device, origin, number, holder, self.fetch)
+        return HeldState.create(like, device, origin, number, holder, self.fetch)
 
-    def output(
+    def make_held_output(
         self,
         number: int,
         like: Tensor,
@@ -100,14 +100,14 @@ class Values:
             device: The tensor's device; None: that of ``like``.
         """
         device = like.device if device is None else device
-        held: HeldOutput = HeldOutput.described(like, device, origin, number, holder, self.fetch)
+        held: HeldOutput = HeldOutput.create(like, device, origin, number, holder, self.fetch)
         held.value = like if holder == self._group.rank else None
         self._outputs[number] = held
         return held
 
-    def weight(self, value: Tensor, name: str, holder: int) -> HeldOutput:
+    def make_held_weight(self, value: Tensor, name: str, holder: int) -> HeldOutput:
         """Return a tensor for a weight, which stays with its owner unless code reads it."""
-        held = self.output(self.next_number(), value, name, holder)
+        held = self.make_held_output(self.next_value_number(), value, name, holder)
         held._is_param = isinstance(value, nn.Parameter)  # private: isinstance(_, Parameter) asks
         self._weights.add(held.number)
         return held
@@ -162,19 +162,19 @@ class Values:
     ) -> None:
         header = Header(self._num_headers, subject, request, result)
         self._num_headers += 1
-        self._group.send_bytes(pickle.dumps(header), self._group.global_rank)
+        self._group.broadcast_message(pickle.dumps(header), self._group.global_rank)
 
     def receive_result(self, subject: tuple[str, int], owner: int) -> bytes:
         """Wait for the result of a unit; answer the requests before it."""
         while True:
             header = Header(
-                *pickle.loads(self._group.send_bytes(b"", self._group.global_ranks[owner]))
+                *pickle.loads(self._group.broadcast_message(b"", self._group.global_ranks[owner]))
             )
             if (header.serial, header.subject) != (self._num_headers, subject):
                 other = " on other shapes" if header.subject[0] == subject[0] else ""
                 raise RuntimeError(
-                    f"this rank calls {subject[0]}{in_brackets(calling_line())} where global rank "
-                    f"{self._group.global_ranks[owner]} has run {header.subject[0]}{other}; "
+                    f"this rank calls {subject[0]}{in_brackets(running_user_line())} where global "
+                    f"rank {self._group.global_ranks[owner]} has run {header.subject[0]}{other}; "
                     f"{_CALL_THE_SAME}"
                 )
             self._num_headers += 1
@@ -197,7 +197,7 @@ class Values:
             tensor = torch.empty(request.shape, dtype=request.dtype, device="meta")
         self._group.copy_to_devices(tensor, request.holder)
 
-    def share_outputs(self) -> None:
+    def broadcast_outputs(self) -> None:
         """Send the outputs that still exist on all ranks, at the end of a run, to all.
 
         Raises:

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import leaves_of, mix_seed, replaced, seed_all
-from lightning_pipeoffload.runtime.cut import Running
+from lightning_pipeoffload.runtime.cut import ActiveStepRun
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import HeldOutput, quantize
-from lightning_pipeoffload.runtime.users_code import Generators, Slot, find_slots, swapped
+from lightning_pipeoffload.runtime.users_code import RandomGenerators, Slot, find_slots, swapped
 from lightning_pipeoffload.runtime.whole.root_values import RootValues
-from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, RemoteCall, Unit
-from lightning_pipeoffload.runtime.whole.values import Values
+from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, ReplayedUnitCall, Unit
+from lightning_pipeoffload.runtime.whole.values import HeldValues
 
 
 class WholeRuns:
@@ -47,7 +47,7 @@ class WholeRuns:
         self._layout: UnitLayout | None = None
         self.peak_remote_bytes = 0
 
-    def run(
+    def prepare_run(
         self, seed: int | None, part: nn.Module | None = None, num_shared_calls: int = 0
     ) -> WholeRun:
         """Prepare a run.
@@ -58,7 +58,7 @@ class WholeRuns:
             num_shared_calls: In so many calls of blocks, the first ones, all ranks get the values
                 of what a block keeps in its arguments and attributes; later it stays on its owner.
         """
-        if self._layout is None or not self._layout.is_of(self._pipeline.tensors):
+        if self._layout is None or not self._layout.matches_cut(self._pipeline.tensors):
             self._layout = UnitLayout(self._pipeline)
         return WholeRun(self._layout, seed, self._record_bytes, part, num_shared_calls)
 
@@ -82,17 +82,17 @@ class UnitLayout:
         self.tensors = tensors = pipeline.tensors
         module, chain, group = self.module, self.chain, self.group
         self._owners, self._was_split = tensors.owners, tensors.is_split
-        self.values = Values(group)
+        self.values = HeldValues(group)
         self.names = {id(part): name for name, part in module.named_modules()}
         inside: list[list[Slot]] = [[] for _ in chain.blocks]
         self.outside: list[Slot] = []
         for slot in find_slots(module):
-            index = chain.index_of(slot.name)
+            index = chain.enclosing_block(slot.name)
             (self.outside if index is None else inside[index]).append(slot)
         sizes = [_size(slots) for slots in inside]
-        ranks: Sequence[int | None] = _ranks_by_size(sizes, group.num_ranks)
+        ranks: Sequence[int | None] = _balance_blocks_by_bytes(sizes, group.num_ranks)
         if tensors.is_split:
-            ranks = [tensors.owner_of_all(slot.name for slot in slots) for slots in inside]
+            ranks = [tensors.rank_with_all(slot.name for slot in slots) for slots in inside]
         # A chain that is still to be found by a step's calls has no blocks.
         followers = [*ranks[1:], None] if ranks else []
         self.blocks = [
@@ -102,11 +102,11 @@ class UnitLayout:
             )
         ]
         self.large = [*self._large_modules(sum(sizes) / len(sizes))] if sizes else []
-        self.generators = Generators(module)
-        self._scopes: dict[int, Scope] = {}
+        self.generators = RandomGenerators(module)
+        self._scopes: dict[int, CalledUnits] = {}
         self.root_values = RootValues(group)
 
-    def is_of(self, tensors: Any) -> bool:
+    def matches_cut(self, tensors: Any) -> bool:
         """Whether the module is still cut as it was when this was made."""
         is_same = self.tensors is tensors and self._owners is tensors.owners
         return is_same and self._was_split == tensors.is_split
@@ -125,7 +125,7 @@ class UnitLayout:
                 continue
             rank: int | None = first if self._comes_first(name) else last
             if self.tensors.is_split:
-                rank = self.tensors.owner_of_all(slot.name for slot in slots)
+                rank = self.tensors.rank_with_all(slot.name for slot in slots)
             if rank is not None:
                 taken = path
                 yield Unit(name, part, slots, rank)
@@ -136,7 +136,7 @@ class UnitLayout:
         return names.index(name) < names.index(self.chain.names[0])
 
     @contextmanager
-    def with_values(self, scope: Scope) -> Iterator[int]:
+    def providing_remote_tensors(self, scope: CalledUnits) -> Iterator[int]:
         """Give each rank the values that it needs for a run; all ranks enter.
 
         Yields:
@@ -146,21 +146,21 @@ class UnitLayout:
             is_everywhere = self.tensors.is_everywhere
             remote = [slot for slot in scope.broadcast_slots if not is_everywhere(slot.name)]
             rank, owner_of = self.group.rank, self.tensors.owner_of
-            with swapped([(slot, self._copied(slot)) for slot in remote]):
+            with swapped([(slot, self._broadcast_tensor(slot)) for slot in remote]):
                 yield _size([slot for slot in remote if owner_of(slot.name) != rank])
         else:
             units = *scope.blocks.values(), *scope.large
             needed: list[tuple[Slot, int | None]] = [(slot, None) for slot in scope.broadcast_slots]
             needed += [(slot, unit.rank) for unit in units for slot in unit.slots]
-            with self.root_values.in_place(needed):
+            with self.root_values.swapped_in(needed):
                 yield 0
 
-    def _copied(self, slot: Slot) -> Tensor:
+    def _broadcast_tensor(self, slot: Slot) -> Tensor:
         tensor = slot.tensor
         quantize(tensor, tensor.device)
         return self.group.copy_to_devices(tensor, self.tensors.owner_of(slot.name))
 
-    def scope(self, part: nn.Module | None) -> Scope:
+    def scope(self, part: nn.Module | None) -> CalledUnits:
         """Return the units in a module, and the slots of its other tensors.
 
         Args:
@@ -175,11 +175,11 @@ class UnitLayout:
             apart = {slot.name for unit in (*blocks.values(), *large) for slot in unit.slots}
             every = [*self.outside, *(slot for unit in self.blocks for slot in unit.slots)]
             broadcast_slots = [s for s in every if id(s.module) in called and s.name not in apart]
-            self._scopes[key] = Scope(blocks, large, broadcast_slots)
+            self._scopes[key] = CalledUnits(blocks, large, broadcast_slots)
         return self._scopes[key]
 
 
-class Scope(NamedTuple):
+class CalledUnits(NamedTuple):
     """What a run calls.
 
     Attributes:
@@ -201,7 +201,7 @@ class WholeRun:
         seed: The seed of the step's random numbers; None: the generators are not seeded.
         record_bytes: Gets the bytes of other ranks' weights that this rank has held, at the end.
         part: The module that is called; None: the whole module.
-        num_shared_calls: See :meth:`WholeRuns.run`.
+        num_shared_calls: See :meth:`WholeRuns.prepare_run`.
 
     Attributes:
         calls: The block of each call.
@@ -228,24 +228,25 @@ class WholeRun:
         """Run the step within the context, without gradients."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(Running(self._layout.chain, self))
-            num_remote = stack.enter_context(self._layout.with_values(self._scope))
+            stack.enter_context(ActiveStepRun(self._layout.chain, self))
+            num_remote = stack.enter_context(self._layout.providing_remote_tensors(self._scope))
             for unit in self._scope.large if self._group.num_ranks > 1 else ():
-                stack.enter_context(self._on_its_owner(unit))
+                stack.enter_context(self._forward_on_owner(unit))
             stack.enter_context(self._generators.restoring())
-            self._seed_segment()
+            self._seed_next_call()
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together
-                self._layout.values.share_outputs()
+                self._layout.values.broadcast_outputs()
             self._record_bytes(num_remote + self._layout.values.pop_weight_bytes())
 
     @contextmanager
-    def _on_its_owner(self, unit: Unit) -> Iterator[None]:
+    def _forward_on_owner(self, unit: Unit) -> Iterator[None]:
         """Run a module on its owner; send its tensors to all ranks where code reads them."""
         assert unit.rank is not None
         real = [(slot, slot.tensor) for slot in unit.slots]
         stand_ins = [
-            (slot, self._layout.values.weight(value, slot.name, unit.rank)) for slot, value in real
+            (slot, self._layout.values.make_held_weight(value, slot.name, unit.rank))
+            for slot, value in real
         ]
         forward = unit.module.forward
 
@@ -259,7 +260,7 @@ class WholeRun:
         with replaced(unit.module, "forward", call), swapped(stand_ins):
             yield
 
-    def _seed_segment(self) -> None:
+    def _seed_next_call(self) -> None:
         if self._seed is not None:
             self._seed_with(mix_seed(self._seed, len(self.calls)))
 
@@ -272,7 +273,7 @@ class WholeRun:
         plain, unit = self._layout.chain.plain_calls[index], self._scope.blocks.get(index)
         output = plain(*args, **kwargs) if unit is None else self._call(unit, plain, args, kwargs)
         self.calls.append(index)
-        self._seed_segment()
+        self._seed_next_call()
         return output
 
     def _call(
@@ -291,7 +292,7 @@ class WholeRun:
             call = OwnersCall(values, self._group, layout.names, unit, roots, subject)
             call.shares_state = len(self.calls) < self._num_shared_calls
             return call.run(plain)[0]
-        remote = RemoteCall(values, self._group, layout.module, unit, roots, subject)
+        remote = ReplayedUnitCall(values, self._group, layout.module, unit, roots, subject)
         output, drawn = remote.receive()
         if drawn is not None and self._seed is None:
             drawn.restore()
@@ -309,7 +310,7 @@ def _size(slots: Sequence[Slot]) -> int:
     return sum(slot.tensor.nbytes for slot in slots)
 
 
-def _ranks_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
+def _balance_blocks_by_bytes(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return a rank for each block, so that all have about as many bytes."""
     total, before, ranks = max(1, sum(sizes)), 0.0, []
     for size in sizes:

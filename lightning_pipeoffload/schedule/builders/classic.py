@@ -44,7 +44,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
         rank 1 ...F0 F1 F2 .........BW0   BW1   BW2   ......
         rank 2 ......F0 F1 F2 BW0   BW1   BW2   ............
     """
-    return one_stage_per_rank(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
+    return one_f_one_b_by_warm_ups(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -59,7 +59,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         rank 1 ...F0 F1 ......BW0   F2 BW1   ...BW2   ......
         rank 2 ......F0 BW0   F1 BW1   F2 BW2   ............
     """
-    return one_stage_per_rank(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
+    return one_f_one_b_by_warm_ups(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -94,7 +94,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     return Schedule.of(order(rank) for rank in range(num_ranks))
 
 
-def one_stage_per_rank(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
+def one_f_one_b_by_warm_ups(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
     """Return each rank's forwards and BW's, after a warm-up of so many forwards."""
 
     def order(stage: int, num_warm_up: int) -> list[Action]:
@@ -150,10 +150,12 @@ def late_weight_gradients(
     """
     stages = range(num_ranks)
     warm_ups = [depth * (num_ranks - 1 - stage) for stage in stages]
-    return delayed_weights(num_microbatches, warm_ups, [depth * s - sooner for s in stages])
+    return delayed_weight_gradients(
+        num_microbatches, warm_ups, [depth * s - sooner for s in stages]
+    )
 
 
-def delayed_weights(
+def delayed_weight_gradients(
     num_microbatches: int, warm_ups: Sequence[int], delays: Sequence[int]
 ) -> Schedule:
     """Return each rank's forwards, B's and W's, a stage per rank.

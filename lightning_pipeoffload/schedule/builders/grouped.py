@@ -25,7 +25,7 @@ from ..passes.offload import offload_activations
 from ..schedule import Schedule, loop_placement, stages_on
 from ..search.list_schedule import fill_gaps
 from ..search.order_rules import FixedOrder
-from ..search.problem import Problem
+from ..search.problem import SchedulingProblem
 from ..simulation.memory import peak_memory
 
 
@@ -64,7 +64,7 @@ def equal_groups(num_ranks: int, num_microbatches: int, num_chunks: int, *, grou
         group: "all", "half" or "one".
     """
     sizes = {"all": num_ranks, "half": _half(num_ranks), "one": 1}
-    return _groups_of(num_ranks, num_microbatches, num_chunks, sizes[group])
+    return _build_grouped(num_ranks, num_microbatches, num_chunks, sizes[group])
 
 
 def grouped(
@@ -95,10 +95,10 @@ def grouped(
     sizes = range(_half(num_ranks), num_ranks + 1)
     if group_size is not None:
         _check_group_size(group_size, sizes, num_ranks)
-        return _groups_of(num_ranks, num_microbatches, num_chunks, group_size)
+        return _build_grouped(num_ranks, num_microbatches, num_chunks, group_size)
     # The largest groups have the least bubble. Where not even the smallest fit, ``build`` says so.
     for size in reversed(sizes):
-        schedule = _groups_of(num_ranks, num_microbatches, num_chunks, size)
+        schedule = _build_grouped(num_ranks, num_microbatches, num_chunks, size)
         needed = max(peak_memory(schedule, costs or Costs.unit()))
         if memory_limit is None or needed <= memory_limit:
             break
@@ -132,7 +132,9 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the search for a plan asks again for other costs
-def _groups_of(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
+def _build_grouped(
+    num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
+) -> Schedule:
     """Repeat the building block for one group after the other, and drop the slots that stay empty.
 
     A slot of a rank has room for one F and for one B with its W. The gradient of the first
@@ -169,7 +171,7 @@ def _with_late_weight_gradients(
     ``memory`` is enough for W at once, so the run never gets stuck: before F, W makes room.
     """
     costs = replace(Costs.unit(), weight_residue=1)
-    problem = Problem(placement, schedule.num_microbatches, costs, memory)
+    problem = SchedulingProblem(placement, schedule.num_microbatches, costs, memory)
     last = 2 * problem.num_stages - 1
     ranks = (
         [stage if kind is Kind.F else last - stage for kind, stage, _ in rank if kind is not Kind.W]
@@ -239,5 +241,5 @@ def offloaded(
         amount: "half", or "full": everything that comes back in time.
         costs: The costs of the stages, copies among them; None: k = 1.
     """
-    uniform = _groups_of(num_ranks, num_microbatches, num_chunks, group_size=1)
+    uniform = _build_grouped(num_ranks, num_microbatches, num_chunks, group_size=1)
     return offload_activations(uniform, costs or UNMEASURED, amount)[0]

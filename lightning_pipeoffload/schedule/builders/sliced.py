@@ -19,11 +19,11 @@ from math import inf
 from ..actions import Action, Kind
 from ..costs import Costs
 from ..schedule import Schedule, loop_placement, v_placement
-from ..search.list_schedule import Search
+from ..search.list_schedule import ScheduleSearch
 from ..search.order_rules import AlternatingSlices
-from ..search.problem import ROUNDING, Problem
+from ..search.problem import ROUNDING, SchedulingProblem
 from ..simulation.memory import peak_memory
-from .classic import delayed_weights, one_stage_per_rank
+from .classic import delayed_weight_gradients, one_f_one_b_by_warm_ups
 
 # The search varies the share that a rank holds of what the limit allows beyond one microbatch, and,
 # in shares of an F, how long it waits through short gaps, and to start a B in time.
@@ -50,8 +50,8 @@ def seq_1f1b(
         num_sequence_slices: Slices of each sequence.
     """
     num_units = num_microbatches * num_sequence_slices
-    units = one_stage_per_rank(num_units, _warm_ups(num_ranks, num_sequence_slices))
-    return _in_reverse(units, num_sequence_slices)
+    units = one_f_one_b_by_warm_ups(num_units, _warm_ups(num_ranks, num_sequence_slices))
+    return _reverse_backward_slices(units, num_sequence_slices)
 
 
 def seq_zb(
@@ -81,13 +81,13 @@ def seq_zb(
     """
     costs, num_units = costs or Costs.unit(), num_microbatches * num_sequence_slices
     warm_ups = _warm_ups(num_ranks, num_sequence_slices)
-    units = delayed_weights(num_units, warm_ups, range(num_ranks))
-    schedule = _in_reverse(units, num_sequence_slices)
+    units = delayed_weight_gradients(num_units, warm_ups, range(num_ranks))
+    schedule = _reverse_backward_slices(units, num_sequence_slices)
     limit = inf if memory_limit is None else memory_limit * (1 + ROUNDING)
     if num_sequence_slices == 1 or max(peak_memory(schedule, costs)) <= limit:
         return schedule
     sizes = loop_placement(num_ranks, 1), num_microbatches, costs, inf, num_sequence_slices
-    return _shortest(Problem(*sizes).limited_to(limit, "seq_zb"))
+    return _shortest(SchedulingProblem(*sizes).limited_to(limit, "seq_zb"))
 
 
 def seq_v(
@@ -118,13 +118,13 @@ def seq_v(
         MemoryLimitError: The limit is too small for a single microbatch.
     """
     sizes = v_placement(num_ranks), num_microbatches, costs or Costs.unit(), inf
-    problem = Problem(*sizes, num_sequence_slices)
+    problem = SchedulingProblem(*sizes, num_sequence_slices)
     limit = num_ranks * problem.smallest_limit if memory_limit is None else memory_limit
     return _shortest(problem.limited_to(limit, "seq_v"))
 
 
-def _shortest(problem: Problem) -> Schedule:
-    search = Search(problem, MOST_ACTIONS)
+def _shortest(problem: SchedulingProblem) -> Schedule:
+    search = ScheduleSearch(problem, MOST_ACTIONS)
     forward = max(problem.operations.seconds[: problem.num_stages])
     of_one = [sum(problem.growth[stage] for stage in stages) for stages in problem.stages]
     limits = [problem.memory_limit - headroom for headroom in problem.headroom]
@@ -136,7 +136,7 @@ def _shortest(problem: Problem) -> Schedule:
         ]
         rule = AlternatingSlices(problem, held, punctuality * forward)
         search.consider(rule, patience * forward)
-    return _in_reverse(search.shortest(), problem.num_slices)
+    return _reverse_backward_slices(search.shortest(), problem.num_slices)
 
 
 def _warm_ups(num_ranks: int, num_slices: int) -> Sequence[int]:
@@ -144,7 +144,7 @@ def _warm_ups(num_ranks: int, num_slices: int) -> Sequence[int]:
     return [num_ranks - 1 - rank + num_slices - 1 for rank in range(num_ranks)]
 
 
-def _in_reverse(units: Schedule, count: int) -> Schedule:
+def _reverse_backward_slices(units: Schedule, count: int) -> Schedule:
     """Rename B, W and BW so that each microbatch's slices run backward in reverse."""
 
     def renamed(action: Action) -> Action:

@@ -28,8 +28,8 @@ from ..search.building_block import (
     SearchSetting,
     best_schedule,
     simpler_times,
+    slots_from_hops,
     v_block,
-    walk,
 )
 
 HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
@@ -172,12 +172,12 @@ def _block(
     if num_near:
         last_up[num_far] += shape.wait_between
     f, b, last_b = first_rank
-    f_to_f = _turn(f - sum(down) - len(down))
-    b_to_b = _turn(last_b - b - sum(down) - sum(last_up)) + shape.wait_at_turn
-    return v_block(down, (f_to_f, _turn(b - f), b_to_b), interval, last_up)
+    f_to_f = _slots_modulo_interval(f - sum(down) - len(down))
+    b_to_b = _slots_modulo_interval(last_b - b - sum(down) - sum(last_up)) + shape.wait_at_turn
+    return v_block(down, (f_to_f, _slots_modulo_interval(b - f), b_to_b), interval, last_up)
 
 
-def _turn(slots: int) -> int:
+def _slots_modulo_interval(slots: int) -> int:
     return 1 + (slots - 1) % INTERVAL
 
 
@@ -240,7 +240,7 @@ def one_f_one_b_v(
     # BW takes two slots. Three more after every third BW keep it off the slots of the forwards.
     first = (3 - (num_ranks + 2) % 3) % 3
     backwards = (5 if (first + nth) % 3 == 0 else 2 for nth in range(1, 2 * num_ranks))
-    block = BuildingBlock(walk((*forwards, f_to_b, *backwards)), INTERVAL)
+    block = BuildingBlock(slots_from_hops((*forwards, f_to_b, *backwards)), INTERVAL)
     return _from_block(block, num_ranks, num_microbatches, costs, is_fused=True)
 
 

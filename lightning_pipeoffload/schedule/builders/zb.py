@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from ..actions import Kind
 from ..costs import Costs
 from ..schedule import Schedule, loop_placement
-from ..search.list_schedule import Search
+from ..search.list_schedule import ScheduleSearch
 from ..search.order_rules import AlternatingOrder
-from ..search.problem import Problem
+from ..search.problem import SchedulingProblem
 
 # Shares of an F that a rank may idle before its first B instead of delaying it by one more F.
 # Rounding down leaves a small wait on every rank; rounding up accumulates from rank to rank.
@@ -22,7 +22,7 @@ IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 MOST_ACTIONS = 1_000_000
 
 
-def zb_in_activations(
+def zb_memory_multiple(
     num_ranks: int,
     num_microbatches: int,
     num_chunks: int,
@@ -48,7 +48,9 @@ def zb_in_activations(
     Args:
         multiple: 1 for ZB-1p, 2 for ZB-2p.
     """
-    problem = Problem(loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    problem = SchedulingProblem(
+        loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit()
+    )
     names = ("activation", "weight_residue")
     held = max(problem.costs.per_stage(name, num_ranks)[0] for name in names)
     limit = max(multiple * num_ranks * held, problem.smallest_limit)
@@ -77,20 +79,22 @@ def zb(
         ScheduleError: The limit is too small for a single microbatch.
     """
     if memory_limit is None:
-        return zb_in_activations(num_ranks, num_microbatches, num_chunks, multiple=2, costs=costs)
-    problem = Problem(loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit())
+        return zb_memory_multiple(num_ranks, num_microbatches, num_chunks, multiple=2, costs=costs)
+    problem = SchedulingProblem(
+        loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit()
+    )
     return _shortest(problem.limited_to(memory_limit, "zb"))
 
 
-def _shortest(problem: Problem) -> Schedule:
-    search = Search(problem, num_actions=MOST_ACTIONS)
+def _shortest(problem: SchedulingProblem) -> Schedule:
+    search = ScheduleSearch(problem, num_actions=MOST_ACTIONS)
     for depths in dict.fromkeys(_candidate_depths(problem)):
         for patience in (0.0, None):
             search.consider(AlternatingOrder(problem, depths), patience)
     return search.shortest()
 
 
-def _candidate_depths(problem: Problem) -> Iterator[tuple[int, ...]]:
+def _candidate_depths(problem: SchedulingProblem) -> Iterator[tuple[int, ...]]:
     most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
     # A rank that holds fewer microbatches than the one before it never waits for the other's
     # memory; where memory is scarce the same number can still be better.
@@ -104,14 +108,14 @@ def _candidate_depths(problem: Problem) -> Iterator[tuple[int, ...]]:
             yield _depths(problem, limits, share)
 
 
-def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int, ...]:
+def _depths(problem: SchedulingProblem, limits: list[int], idle_share: float) -> tuple[int, ...]:
     """Return how many F fit before the first B of every rank, from the last rank to the first.
 
     Args:
         limits: The most F without B of every rank.
         idle_share: The share of an F that a rank may rather idle than run one more F.
     """
-    of_kind = problem.costs.compute(problem.num_stages)
+    of_kind = problem.costs.seconds_by_kind(problem.num_stages)
     latencies = problem.costs.latencies(problem.placement)
     depths = [1] * problem.num_ranks
     wait = 0.0

@@ -16,9 +16,9 @@ from itertools import product
 from ..actions import Action, Kind
 from ..costs import Costs
 from ..schedule import Schedule, v_placement
-from ..search.list_schedule import Search
+from ..search.list_schedule import ScheduleSearch
 from ..search.order_rules import AlternatingOrder, FixedOrder
-from ..search.problem import ROUNDING, Problem
+from ..search.problem import ROUNDING, SchedulingProblem
 from ..simulation.simulate import simulate
 
 # Microbatches that one round of the steady middle may hold; it is that of a few ranks together.
@@ -125,27 +125,27 @@ def zb_v(
     Raises:
         ScheduleError: The limit is too small for a single microbatch.
     """
-    problem = Problem(v_placement(num_ranks), num_microbatches, costs or Costs.unit())
+    problem = SchedulingProblem(v_placement(num_ranks), num_microbatches, costs or Costs.unit())
     default = num_ranks * problem.smallest_limit
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
     if costs is None and memory_limit is None:
-        return _timed_hand_made(problem, num_actions).shortest()
-    return _lengthened(problem, num_actions) or _searched(problem, num_actions)
+        return _search_from_hand_made(problem, num_actions).shortest()
+    return _lengthened(problem, num_actions) or _search_shortest(problem, num_actions)
 
 
-def _timed_hand_made(problem: Problem, num_actions: int) -> Search:
-    search = Search(problem, num_actions)
+def _search_from_hand_made(problem: SchedulingProblem, num_actions: int) -> ScheduleSearch:
+    search = ScheduleSearch(problem, num_actions)
     order = hand_made(problem.num_ranks, problem.num_microbatches)
     search.consider(FixedOrder(problem, order), patience=0.0)
     return search
 
 
-def _lengthened(problem: Problem, num_actions: int) -> Schedule | None:
+def _lengthened(problem: SchedulingProblem, num_actions: int) -> Schedule | None:
     """Search with few microbatches and repeat the middle; None where that adds to the bubble."""
     if problem.num_microbatches <= MANY * problem.num_ranks:
         return None
     few = replace(problem, num_microbatches=ENOUGH * problem.num_ranks)
-    of_few = _searched(few, num_actions)
+    of_few = _search_shortest(few, num_actions)
     longer = lengthen(of_few, problem.num_microbatches)
     if longer is None:
         return None
@@ -156,9 +156,9 @@ def _lengthened(problem: Problem, num_actions: int) -> Schedule | None:
     return longer if fits and is_as_good else None
 
 
-def _searched(problem: Problem, num_actions: int) -> Schedule:
-    search = _timed_hand_made(problem, num_actions)
-    _search(problem, search)
+def _search_shortest(problem: SchedulingProblem, num_actions: int) -> Schedule:
+    search = _search_from_hand_made(problem, num_actions)
+    _consider_orders(problem, search)
     order = hand_made(problem.num_ranks, problem.num_microbatches)
     for is_patient_before_b in (False, True):
         unchanged = FixedOrder(problem, order, overtaking=False)
@@ -166,7 +166,7 @@ def _searched(problem: Problem, num_actions: int) -> Schedule:
     return search.shortest()
 
 
-def _search(problem: Problem, search: Search) -> None:
+def _consider_orders(problem: SchedulingProblem, search: ScheduleSearch) -> None:
     """Consider as much in flight as memory allows, then rearrange the best again and again."""
     forward = max(problem.operations.seconds[: problem.num_stages])
     most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]

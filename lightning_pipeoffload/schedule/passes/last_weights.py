@@ -49,7 +49,7 @@ def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
     return plan.with_actions(_with_final(rank, kind) for rank in plan)
 
 
-def with_final_actions(plan: Schedule, costs: Costs, steps_early: bool) -> Schedule:
+def add_final_actions_by_cost(plan: Schedule, costs: Costs, steps_early: bool) -> Schedule:
     """Add REDUCE or STEP to a plan if they take time by these costs, as a run does.
 
     Args:
@@ -72,7 +72,7 @@ def _with_final(actions: Sequence[Action], kind: Kind) -> Iterator[Action]:
             yield action._replace(kind=kind)
 
 
-def postpone_weights(schedule: Schedule, count: int) -> Schedule:
+def postpone_weight_gradients(schedule: Schedule, count: int) -> Schedule:
     """Delay every W by ``count`` others of its stage, and group the last W's of a rank by stage.
 
     Each W holds its inputs for longer: a rank's peak grows by up to ``count`` residues of each of

@@ -35,7 +35,7 @@ from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import UnitSizes, memory_changes, part_sizes, peak_memory
 from ..simulation.simulate import simulate
-from .rank_offload import RankOffload, RankPlan, postponed
+from .rank_offload import RankOffload, RankPlan, delay_warm_up
 from .transfer import split_every_backward
 
 SLOWDOWN_ALLOWED = 1.03
@@ -142,7 +142,9 @@ def offload_activations(
         sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
         if is_auto:
             is_exact = not sizes.key_values  # no copy moves these
-            needed = _least_memory(sizes) if is_exact else _least_found(planner, limit, needed)
+            needed = (
+                _least_memory(sizes) if is_exact else _bisect_least_limit(planner, limit, needed)
+            )
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
             f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
@@ -152,7 +154,7 @@ def offload_activations(
     return planned
 
 
-def _least_found(planner: _Planner, refused: float, kept: float) -> float:
+def _bisect_least_limit(planner: _Planner, refused: float, kept: float) -> float:
     """Return the smallest peak that a bisection of limits finds."""
     for _ in range(_NUM_LIMITS):
         limit = (refused + kept) / 2
@@ -164,7 +166,7 @@ def _least_found(planner: _Planner, refused: float, kept: float) -> float:
     return kept
 
 
-def offload_share(amount: str | float) -> float:
+def parse_offload_amount(amount: str | float) -> float:
     """Return the share of the activations that an amount is.
 
     Args:
@@ -197,25 +199,25 @@ class _Planner:
         # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
             RankOffload(events, costs, sizes)
-            for events in postponed(schedule, simulate(schedule, costs), costs)
+            for events in delay_warm_up(schedule, simulate(schedule, costs), costs)
         ]
 
     def with_amount(self, amount: str | float) -> Offloaded:
         """Offload an amount; for "half", round the number of stages to the smaller peak."""
-        shares = [offload_share(amount)]
+        shares = [parse_offload_amount(amount)]
         num_chunks = self._schedule.num_stages // self._schedule.num_ranks
         if amount == "half" and num_chunks > 1 and num_chunks % 2:
             shares.append((num_chunks + 1) / 2 / num_chunks)
-        return min(map(self._most_that_is_free, shares), key=_largest_peak)
+        return min(map(self._plan_hidden_share, shares), key=_largest_peak)
 
-    def _most_that_is_free(self, share: float) -> Offloaded:
+    def _plan_hidden_share(self, share: float) -> Offloaded:
         """Offload that share, or what slows down nothing and leaves the smallest peak."""
         planned = self._offload_share(share)
-        if self._is_free(planned):
+        if self._is_hidden(planned):
             return planned
         fewer = (self._offload_share(share * n / _NUM_FRACTIONS) for n in range(_NUM_FRACTIONS))
         # Never empty: the first plan offloads nothing, so it slows nothing down.
-        free = [plan for plan in fewer if self._is_free(plan)]
+        free = [plan for plan in fewer if self._is_hidden(plan)]
         schedule, report = min(free, key=_largest_peak)
         return schedule, _with_wanted(report, planned[1].wanted)
 
@@ -225,19 +227,19 @@ class _Planner:
         Where not even waiting for copies keeps the limit, what needs least memory.
         """
         limit = memory_limit * (1 + ROUNDING)
-        planned = self._joined([rank.least(limit) for rank in self._ranks])
+        planned = self._joined([rank.plan_within_limit(limit) for rank in self._ranks])
         fits = _largest_peak(planned) <= limit
-        if fits and self._is_free(planned):
+        if fits and self._is_hidden(planned):
             return planned
         shares = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
         others = (self._offload_share((n + 1) / _NUM_FRACTIONS) for n in shares)
         fitting = [plan for plan in (planned, *others) if _largest_peak(plan) <= limit]
         if waiting := _paged(self._schedule, self._costs, memory_limit):
-            fitting.append(self._of_waiting(waiting))
+            fitting.append(self._report_paged(waiting))
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
 
-    def _of_waiting(self, schedule: Schedule) -> Offloaded:
+    def _report_paged(self, schedule: Schedule) -> Offloaded:
         ranks = [Counter(action.kind for action in rank) for rank in schedule]
         away = tuple(len({a[1:] for a in rank if a.kind in COPIES}) for rank in schedule)
         report = OffloadReport(
@@ -255,12 +257,12 @@ class _Planner:
         makespan = simulate(schedule, self._costs).makespan
         return makespan / self._makespan if self._makespan else 1.0
 
-    def _is_free(self, planned: Offloaded) -> bool:
+    def _is_hidden(self, planned: Offloaded) -> bool:
         return planned[1].slowdown <= SLOWDOWN_ALLOWED and self._has_room(planned[0])
 
     def _offload_share(self, share: float) -> Offloaded:
         counts = (ceil(share * rank.num_activations - _ROUNDING_ERROR) for rank in self._ranks)
-        return self._joined([r.most(n) for r, n in zip(self._ranks, counts, strict=True)])
+        return self._joined([r.plan_at_most(n) for r, n in zip(self._ranks, counts, strict=True)])
 
     def _joined(self, plans: list[RankPlan]) -> Offloaded:
         schedule = self._schedule.with_actions(plan.actions for plan in plans)

@@ -36,7 +36,7 @@ from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest
 
 
 @dataclass(frozen=True, eq=False)
-class _Leg:
+class _CopyWindow:
     """One copy of a route: the action that starts it, and its time window."""
 
     action: Action
@@ -45,15 +45,15 @@ class _Leg:
     due: float
 
     @property
-    def is_back(self) -> bool:
+    def is_reload(self) -> bool:
         return self.action.kind in RELOADS
 
 
-_Route = tuple[_Leg, ...]
+_Route = tuple[_CopyWindow, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _KeptActivation:
     """The activation of a stage and microbatch.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Kept:
     routes: tuple[_Route, ...]
 
 
-def _kept_values(events: list[Event], costs: Costs, sizes: UnitSizes) -> Iterator[_Kept]:
+def _kept_values(events: list[Event], costs: Costs, sizes: UnitSizes) -> Iterator[_KeptActivation]:
     """Yield the activations of a rank, in the order of their B or BW."""
     num_stages = len(sizes.of) // sizes.num_slices
     there = costs.per_stage("offload", num_stages)
@@ -84,7 +84,9 @@ def _kept_values(events: list[Event], costs: Costs, sizes: UnitSizes) -> Iterato
             share = 1.0 if sizes.num_slices == 1 else _share(of_unit[ACTIVATION], whole[stage])
             seconds = there[stage] * share, back[stage] * share
             routes = _routes(event, saved, last, of_unit, *seconds)
-            yield _Kept(stage, last - saved, tuple(route for route in routes if _fits(route)))
+            yield _KeptActivation(
+                stage, last - saved, tuple(route for route in routes if _fits(route))
+            )
 
 
 def _share(size: float, whole: float) -> float:
@@ -106,10 +108,10 @@ def _routes(
     """
     activation = sizes[ACTIVATION]
 
-    def leg(kind: Kind, parts: MemoryPart, ready: float, due: float) -> _Leg:
+    def leg(kind: Kind, parts: MemoryPart, ready: float, due: float) -> _CopyWindow:
         share = _share(sizes[parts], activation)
         seconds = back if kind in RELOADS else there
-        return _Leg(backward.action._replace(kind=kind), seconds * share, ready, due)
+        return _CopyWindow(backward.action._replace(kind=kind), seconds * share, ready, due)
 
     between = backward.end, weight
     away = leg(Kind.OFFLOAD, ACTIVATION, saved, backward.start)
@@ -212,7 +214,7 @@ class RankOffload:
         plans = (self._plan(chosen, allowed) for allowed in self._modes)
         return min(plans, key=lambda plan: plan.rating)
 
-    def most(self, count: int) -> RankPlan:
+    def plan_at_most(self, count: int) -> RankPlan:
         """Offload ``count`` activations, or fewer if that leaves a smaller peak.
 
         Too many copies delay each other.
@@ -223,12 +225,12 @@ class RankOffload:
             best = min((best, *fewer), key=lambda plan: plan.rating)
         return replace(best, wanted=count)
 
-    def least(self, memory_limit: float) -> RankPlan:
+    def plan_within_limit(self, memory_limit: float) -> RankPlan:
         """Offload as few activations as a limit asks for; if none will do, the most that helps."""
         best = self.plan(0)
         if best.peak <= memory_limit:
             return best
-        best = self.most(self.num_activations)
+        best = self.plan_at_most(self.num_activations)
         best = replace(best, wanted=best.chosen)
         # The peak falls with the number as far as there is time for copies, so halve between what
         # is too few and what is enough.
@@ -243,9 +245,9 @@ class RankOffload:
         return best
 
     @cached_property
-    def _stages(self) -> list[list[_Kept]]:
+    def _stages(self) -> list[list[_KeptActivation]]:
         """The activations of each stage, the longest-lived stage first."""
-        of_stage: defaultdict[int, list[_Kept]] = defaultdict(list)
+        of_stage: defaultdict[int, list[_KeptActivation]] = defaultdict(list)
         for kept in self._kept:
             of_stage[kept.stage].append(kept)
         return sorted(of_stage.values(), key=lambda stage: -sum(k.lifespan for k in stage))
@@ -257,7 +259,7 @@ class RankOffload:
         modes = {Kind.RELOAD_B: _PARTS, Kind.OFFLOAD_W: _PARTS | {Kind.OFFLOAD_W}}
         return [_WHOLE, *(mode for kind, mode in modes.items() if kind in kinds)]
 
-    def _plan(self, chosen: list[_Kept], allowed: frozenset[Kind]) -> RankPlan:
+    def _plan(self, chosen: list[_KeptActivation], allowed: frozenset[Kind]) -> RankPlan:
         ways = {
             kept: [r for r in kept.routes if all(leg.action.kind in allowed for leg in r)]
             for kept in chosen
@@ -280,7 +282,7 @@ class RankOffload:
         )
 
     def _place_in_time(
-        self, ways: Mapping[_Kept, list[_Route]]
+        self, ways: Mapping[_KeptActivation, list[_Route]]
     ) -> tuple[list[_Copy], list[_Route]]:
         """Return the copies by their start, and their routes, of each way the first that fits.
 
@@ -300,19 +302,19 @@ class RankOffload:
             left = {kept: routes for kept, routes in left.items() if routes}
         return [], []
 
-    def _place(self, routes: Iterable[_Route]) -> dict[_Leg, _Copy]:
+    def _place(self, routes: Iterable[_Route]) -> dict[_CopyWindow, _Copy]:
         pairs = [pair for route in routes for pair in zip(route, (*route[1:], None), strict=True)]
-        copies: dict[_Leg, _Copy] = {}
+        copies: dict[_CopyWindow, _Copy] = {}
         limit = float("inf")
         # From the last one on, each as late as possible: it takes device memory from its start.
-        back = [leg for leg, _ in pairs if leg.is_back]
+        back = [leg for leg, _ in pairs if leg.is_reload]
         for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
             limit = min(limit, leg.due) - leg.seconds
             copies[leg] = _Copy(limit, limit + leg.seconds, leg.action)
         occupied = disjoint([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
         free = 0.0
         # Each as early as possible: its device memory is free at its end.
-        there = [(leg, after) for leg, after in pairs if not leg.is_back]
+        there = [(leg, after) for leg, after in pairs if not leg.is_reload]
         for leg, after in sorted(there, key=lambda pair: pair[0].ready):
             start = earliest(max(free, leg.ready), leg.seconds, occupied)
             copies[leg] = _Copy(start, start + leg.seconds, leg.action)
@@ -320,13 +322,13 @@ class RankOffload:
                 free = start + leg.seconds  # Others do not wait for what is late.
         return copies
 
-    def _is_in_time(self, route: _Route, copies: Mapping[_Leg, _Copy]) -> bool:
+    def _is_in_time(self, route: _Route, copies: Mapping[_CopyWindow, _Copy]) -> bool:
         """Whether each copy runs in its time, and each stay on the host lasts for an action."""
         for leg, following in zip(route, route[1:], strict=False):
             copy, after = copies[leg], copies[following]
             if after.start < following.ready - TOLERANCE:
                 return False
-            if not leg.is_back and self._place_of_end(copy) >= self._place_of_start(after):
+            if not leg.is_reload and self._place_of_end(copy) >= self._place_of_start(after):
                 return False
         return True
 
@@ -352,7 +354,7 @@ class RankOffload:
         return [action for *_, action in sorted(order, key=lambda entry: entry[:3])]
 
 
-def _longest(stages: list[list[_Kept]], count: int) -> Iterator[_Kept]:
+def _longest(stages: list[list[_KeptActivation]], count: int) -> Iterator[_KeptActivation]:
     """Yield ``count`` activations: whole stages first, evenly spread ones of the last stage.
 
     Those of a stage live about equally long; spread, they are fewer at any time.
@@ -365,7 +367,7 @@ def _longest(stages: list[list[_Kept]], count: int) -> Iterator[_Kept]:
                 yield kept
 
 
-def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list[Event]]:
+def delay_warm_up(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list[Event]]:
     """Return when each rank computes what, with the forwards before its first B at their latest.
 
     Args:

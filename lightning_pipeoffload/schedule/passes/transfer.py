@@ -10,7 +10,7 @@ from ..costs import Costs
 from ..messages import recv_before, recv_of, send_after, send_of
 from ..schedule import Schedule
 from ..validate import validate
-from .last_weights import add_final_actions, with_final_actions
+from .last_weights import add_final_actions, add_final_actions_by_cost
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -34,7 +34,7 @@ def as_executed(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule
         costs: Its costs.
         steps_early: Whether an optimizer on the host steps as gradients become final.
     """
-    return with_final_actions(split_fused_backward(schedule), costs, steps_early)
+    return add_final_actions_by_cost(split_fused_backward(schedule), costs, steps_early)
 
 
 def split_every_backward(schedule: Schedule) -> Schedule:
@@ -104,7 +104,7 @@ def keep_microbatches(schedule: Schedule, count: int, num_slices: int | None = N
     return add_final_actions(fewer, schedule.final_kind) if schedule.final_kind else fewer
 
 
-def one_at_a_time(schedule: Schedule) -> Schedule:
+def serialize_microbatches(schedule: Schedule) -> Schedule:
     """Return an order in which ranks finish each microbatch before the next one, without copies.
 
     No order needs less memory, and none is slower: for steps that measure memory.

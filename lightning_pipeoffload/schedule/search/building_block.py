@@ -67,7 +67,7 @@ class BuildingBlock:
         return max(alive_at(start) for start, _ in lives)
 
 
-def walk(hops: Sequence[int]) -> tuple[int, ...]:
+def slots_from_hops(hops: Sequence[int]) -> tuple[int, ...]:
     """Return the slots of the steps of a way from the slots between each step and the next one."""
     return tuple(accumulate(hops, initial=0))
 
@@ -96,7 +96,7 @@ def v_block(
     up = (1,) * len(down)
     f_to_f, f_to_b, b_to_b = turns
     forwards, backwards = (*down, f_to_f, *up), (*down, b_to_b, *(last_up or up))
-    return BuildingBlock(walk((*forwards, f_to_b, *backwards)), interval)
+    return BuildingBlock(slots_from_hops((*forwards, f_to_b, *backwards)), interval)
 
 
 # Fixed amounts of work, so that every rank and every run finds the same schedule.

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from ..schedule import Schedule
-from .problem import ROUNDING, Operations, Order, Pass, Problem
+from .problem import ROUNDING, Operations, Order, Pass, SchedulingProblem
 
 
 class ListScheduler:
@@ -84,7 +84,7 @@ class ListScheduler:
             self.arrivals[operation + 1].append(arrival)
             self.arrived(self._ranks[operation + 1], arrival)
 
-    def start_weight(self, rank: int, time: float) -> None:
+    def start_weight_grad(self, rank: int, time: float) -> None:
         """Run the oldest W."""
         self.execute(rank, self.pending[rank].popleft(), time)
 
@@ -127,10 +127,10 @@ _WEIGHT = NextOperation(-1)
 class OrderRule(Protocol):
     """Chooses the next F or B of a rank; a new object for every run."""
 
-    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def next(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return the next action of the rank, ready or awaited; None if none is known."""
 
-    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return a ready action to run if the next one would take too long to wait for."""
 
     def started(self, rank: int, operation: int) -> None:
@@ -151,10 +151,10 @@ class ListedOrder(NamedTuple):
     num_actions: int
 
 
-class Filler(ListScheduler):
+class GapFiller(ListScheduler):
     """Puts W into an order of F and B."""
 
-    def __init__(self, problem: Problem, rule: OrderRule) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: OrderRule) -> None:
         super().__init__(problem.operations, problem.num_units, problem.growth)
         self.problem, self.rule = problem, rule
         self.longest = max(problem.work)
@@ -163,7 +163,7 @@ class Filler(ListScheduler):
         """Whether a rank can hold this much more."""
         return self.memory[rank] + memory <= self.problem.memory_limit * (1 + ROUNDING)
 
-    def weight_fits(self, rank: int, seconds: float) -> bool:
+    def weight_grad_fits(self, rank: int, seconds: float) -> bool:
         """Whether the oldest W takes no longer than this."""
         return self._seconds[self.pending[rank][0][0]] <= seconds
 
@@ -178,10 +178,10 @@ class Filler(ListScheduler):
         return ListedOrder(self.done if complete else None, self.longest, num_actions)
 
 
-class _ByClock(Filler):
+class _ClockGapFiller(GapFiller):
     """Gives the turn to the rank that is free first."""
 
-    def __init__(self, problem: Problem, rule: OrderRule, patience: float | None) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: OrderRule, patience: float | None) -> None:
         super().__init__(problem, rule)
         self._is_patient = patience is not None
         self._tolerated = max(problem.work) + (patience or 0.0)
@@ -193,7 +193,7 @@ class _ByClock(Filler):
         if wanted is None:
             return
         if wanted is _WEIGHT:
-            self.start_weight(rank, key)
+            self.start_weight_grad(rank, key)
         else:
             self.start(rank, wanted.operation, key)
             self.rule.started(rank, wanted.operation)
@@ -212,7 +212,7 @@ class _ByClock(Filler):
         if wanted.ready <= now:
             return wanted
         gap = wanted.ready - now
-        if weight and self.weight_fits(rank, gap):
+        if weight and self.weight_grad_fits(rank, gap):
             return weight
         # Where waiting leaves the longest span as it is, nothing downstream is late.
         if self._is_patient and self.span(rank) + gap <= max(self.longest, self._tolerated):
@@ -220,13 +220,13 @@ class _ByClock(Filler):
         return self.rule.alternative(self, rank, now) or weight
 
 
-class _SlicesByClock(_ByClock):
+class _SliceClockGapFiller(_ClockGapFiller):
     """The same for slices, of which the last stage returns none before it has a microbatch's last.
 
     The k-th backward of a stage is of its microbatch's k-th slice from the end.
     """
 
-    def __init__(self, problem: Problem, rule: OrderRule, patience: float | None) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: OrderRule, patience: float | None) -> None:
         super().__init__(problem, rule, patience)
         self._num_slices = problem.num_slices
         self._unit_seconds, self._unit_growth = problem.unit_seconds, problem.unit_growth
@@ -253,7 +253,7 @@ class _SlicesByClock(_ByClock):
 
 
 def fill_gaps(
-    problem: Problem, rule: OrderRule, patience: float | None, shorter_than: float = inf
+    problem: SchedulingProblem, rule: OrderRule, patience: float | None, shorter_than: float = inf
 ) -> ListedOrder:
     """Put W into an order of F and B, and time the result.
 
@@ -269,16 +269,18 @@ def fill_gaps(
             what comes next is late.
         shorter_than: The run is given up when the longest span reaches this many seconds.
     """
-    by_clock = _ByClock if problem.num_slices == 1 else _SlicesByClock
+    by_clock = _ClockGapFiller if problem.num_slices == 1 else _SliceClockGapFiller
     filler = by_clock(problem, rule, patience)
     filler.run(shorter_than)
     return filler.result()
 
 
-class _ByRounds(Filler):
+class _RoundGapFiller(GapFiller):
     """Gives the turn to the rank that has run the fewest F and B; no B overtakes."""
 
-    def __init__(self, problem: Problem, rule: OrderRule, is_patient_before_b: bool) -> None:
+    def __init__(
+        self, problem: SchedulingProblem, rule: OrderRule, is_patient_before_b: bool
+    ) -> None:
         super().__init__(problem, rule)
         self._is_patient_before_b = is_patient_before_b
         self._num_done = [0] * problem.num_ranks
@@ -292,7 +294,7 @@ class _ByRounds(Filler):
             self._waiting.add(rank)
         elif self._makes_room(rank, wanted):
             if self.pending[rank] and not self._may_wait(rank, wanted):
-                self.start_weight(rank, self.clock[rank])
+                self.start_weight_grad(rank, self.clock[rank])
             self._num_done[rank] += 1
             self.start(rank, wanted.operation, max(self.clock[rank], wanted.ready))
             self.rule.started(rank, wanted.operation)
@@ -303,9 +305,9 @@ class _ByRounds(Filler):
         """Run W until there is room, and those that fit before what is wanted can start."""
         while self.pending[rank] and (
             not self.has_room(rank, wanted.room)
-            or self.weight_fits(rank, wanted.ready - self.clock[rank])
+            or self.weight_grad_fits(rank, wanted.ready - self.clock[rank])
         ):
-            self.start_weight(rank, self.clock[rank])
+            self.start_weight_grad(rank, self.clock[rank])
         return self.has_room(rank, wanted.room)
 
     def _may_wait(self, rank: int, wanted: NextOperation) -> bool:
@@ -324,7 +326,10 @@ class _ByRounds(Filler):
 
 
 def fill_rounds(
-    problem: Problem, rule: OrderRule, is_patient_before_b: bool, shorter_than: float = inf
+    problem: SchedulingProblem,
+    rule: OrderRule,
+    is_patient_before_b: bool,
+    shorter_than: float = inf,
 ) -> ListedOrder:
     """Put W into an order of F and B, and time the result.
 
@@ -337,16 +342,16 @@ def fill_rounds(
         is_patient_before_b: Whether a rank waits for B through every gap that is too short for W.
         shorter_than: The run is given up when the longest span reaches this many seconds.
     """
-    filler = _ByRounds(problem, rule, is_patient_before_b)
+    filler = _RoundGapFiller(problem, rule, is_patient_before_b)
     filler.run(shorter_than)
     for rank, pending in enumerate(filler.pending):
         while pending:
-            filler.start_weight(rank, filler.clock[rank])
+            filler.start_weight_grad(rank, filler.clock[rank])
     filled = filler.result()
     return filled if filled.longest_span < shorter_than else filled._replace(order=None)
 
 
-class Search:
+class ScheduleSearch:
     """Candidates for a schedule of one problem; each is timed until it is longer than the best.
 
     Attributes:
@@ -354,7 +359,7 @@ class Search:
         longest_span: Its seconds.
     """
 
-    def __init__(self, problem: Problem, num_actions: int) -> None:
+    def __init__(self, problem: SchedulingProblem, num_actions: int) -> None:
         """Start without a candidate.
 
         Args:

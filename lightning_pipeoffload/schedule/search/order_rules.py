@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 
-from .list_schedule import Filler, NextOperation
-from .problem import ROUNDING, Order, Problem
+from .list_schedule import GapFiller, NextOperation
+from .problem import ROUNDING, Order, SchedulingProblem
 
 
 class FixedOrder:
@@ -22,7 +22,7 @@ class FixedOrder:
     """
 
     def __init__(
-        self, problem: Problem, ranks: Iterable[Iterable[int]], overtaking: bool = True
+        self, problem: SchedulingProblem, ranks: Iterable[Iterable[int]], overtaking: bool = True
     ) -> None:
         self._problem = problem
         self._left = [deque(order) for order in ranks]
@@ -30,19 +30,19 @@ class FixedOrder:
         self._overtaken: Counter[int] = Counter()
 
     @classmethod
-    def of(cls, problem: Problem, order: Order, overtaking: bool = True) -> FixedOrder:
+    def of(cls, problem: SchedulingProblem, order: Order, overtaking: bool = True) -> FixedOrder:
         """Keep the F and B of an order; W is left to fill gaps again."""
         first_w = 2 * problem.num_stages
         return cls(problem, ([n for n, _ in rank if n < first_w] for rank in order), overtaking)
 
-    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def next(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return the first of the remaining actions in the order."""
         left = self._left[rank]
         while left and self._overtaken.get(left[0]):
             self._overtaken[left.popleft()] -= 1
         return self._wanted(filler, left[0]) if left else None
 
-    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return a B that is ready, wherever it is in the order."""
         last = 2 * self._problem.num_stages - 1
         for stage in self._problem.stages[rank] if self._overtaking else ():
@@ -58,7 +58,7 @@ class FixedOrder:
         else:
             self._overtaken[operation] += 1
 
-    def _wanted(self, filler: Filler, operation: int) -> NextOperation:
+    def _wanted(self, filler: GapFiller, operation: int) -> NextOperation:
         return NextOperation(operation, filler.next_ready(operation), self._problem.room(operation))
 
 
@@ -75,7 +75,9 @@ class AlternatingOrder:
             the next B late.
     """
 
-    def __init__(self, problem: Problem, depths: Sequence[int], punctuality: float = 0.0) -> None:
+    def __init__(
+        self, problem: SchedulingProblem, depths: Sequence[int], punctuality: float = 0.0
+    ) -> None:
         self._problem = problem
         self._depths = depths
         self._punctuality = punctuality
@@ -90,7 +92,7 @@ class AlternatingOrder:
                 room += problem.growth[stage]
                 self._room[stage], self._num_later[stage] = room, num_later
 
-    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def next(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return F or B in turn, what is ready before what is awaited."""
         stages = self._problem.stages[rank]
         # As long as B takes turns, the stage that had the last B has the next F.
@@ -107,7 +109,7 @@ class AlternatingOrder:
             return backward if late and waited <= self._punctuality else forward
         return forward if self._forward_is_due[rank] else backward
 
-    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: GapFiller, rank: int, now: float) -> NextOperation | None:
         """Return nothing: what is ready is next already."""
         return None
 
@@ -120,7 +122,7 @@ class AlternatingOrder:
             self._last_backward[rank] = 2 * self._problem.num_stages - 1 - operation
 
     def _next_forward(
-        self, filler: Filler, rank: int, stages: Sequence[int], now: float
+        self, filler: GapFiller, rank: int, stages: Sequence[int], now: float
     ) -> NextOperation | None:
         first = None
         depth_left = self._depths[rank] - self._num_in_flight[rank]
@@ -135,7 +137,7 @@ class AlternatingOrder:
         return first
 
     def _next_backward(
-        self, filler: Filler, stages: Sequence[int], now: float
+        self, filler: GapFiller, stages: Sequence[int], now: float
     ) -> NextOperation | None:
         first, last = None, 2 * self._problem.num_stages - 1
         for stage in stages:
@@ -157,7 +159,9 @@ class AlternatingSlices(AlternatingOrder):
         punctuality: As for :class:`AlternatingOrder`.
     """
 
-    def __init__(self, problem: Problem, limits: Sequence[float], punctuality: float = 0.0) -> None:
+    def __init__(
+        self, problem: SchedulingProblem, limits: Sequence[float], punctuality: float = 0.0
+    ) -> None:
         super().__init__(problem, [], punctuality)
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         stages = range(problem.num_stages)
@@ -165,7 +169,7 @@ class AlternatingSlices(AlternatingOrder):
         self._of_first = [[*accumulate(problem.unit_growth[s], initial=0.0)] for s in stages]
 
     def _next_forward(
-        self, filler: Filler, rank: int, stages: Sequence[int], now: float
+        self, filler: GapFiller, rank: int, stages: Sequence[int], now: float
     ) -> NextOperation | None:
         first = None
         for stage in stages:
@@ -177,11 +181,11 @@ class AlternatingSlices(AlternatingOrder):
                 first = _earlier(first, NextOperation(stage, ready, room), now)
         return first
 
-    def _growth(self, filler: Filler, stage: int) -> float:
+    def _growth(self, filler: GapFiller, stage: int) -> float:
         place = filler.num_started[stage] % self._problem.num_slices
         return self._problem.unit_growth[stage][place]
 
-    def _leaves_room(self, filler: Filler, rank: int, stage: int) -> bool:
+    def _leaves_room(self, filler: GapFiller, rank: int, stage: int) -> bool:
         stages, count = self._problem.stages[rank], self._problem.num_slices
         num_started = {s: filler.num_started[s] for s in stages}
         unfinished = min(num_started.values()) // count
@@ -200,7 +204,7 @@ class AlternatingSlices(AlternatingOrder):
         of_first = self._of_first[stage]
         return microbatches * of_first[-1] + of_first[slices]
 
-    def _freed(self, filler: Filler, stage: int) -> float:
+    def _freed(self, filler: GapFiller, stage: int) -> float:
         """Return the memory of the forwards whose backward has begun, of the last slices first."""
         backward = filler.num_started[2 * self._problem.num_stages - 1 - stage]
         microbatches, slices = divmod(backward, self._problem.num_slices)

@@ -48,7 +48,7 @@ class Operations:
         self.num_stages = len(placement)
         self.is_fused = is_fused
         self.ranks = (*placement, *reversed(placement))
-        f, b, w = costs.compute(self.num_stages).values()
+        f, b, w = costs.seconds_by_kind(self.num_stages).values()
         backward = [x + y for x, y in zip(b, w, strict=True)] if is_fused else list(b)
         self.seconds = [*f, *backward[::-1], *w[::-1]]
         latencies = costs.latencies(placement)
@@ -80,7 +80,7 @@ class Operations:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SchedulingProblem:
     """A pipeline to schedule.
 
     Attributes:
@@ -111,7 +111,7 @@ class Problem:
     def unit_seconds(self) -> list[list[float]]:
         """Seconds of every operation's slices, in the order in which they run."""
         sizes = self.num_stages, self.num_slices
-        return self._in_turn(*(self.costs.per_unit(name, *sizes) for name in COMPUTE_TIMES))
+        return self._in_turn(*(self.costs.per_slice(name, *sizes) for name in COMPUTE_TIMES))
 
     @cached_property
     def unit_growth(self) -> list[list[float]]:
@@ -166,7 +166,7 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Seconds of computing of every rank."""
-        of_kinds = self.costs.compute(self.num_stages).values()
+        of_kinds = self.costs.seconds_by_kind(self.num_stages).values()
         return tuple(
             self.num_microbatches * sum(sum(of_kind[s] for s in stages) for of_kind in of_kinds)
             for stages in self.stages
@@ -186,7 +186,7 @@ class Problem:
             for stages, headroom in zip(self.stages, self.headroom, strict=True)
         )
 
-    def limited_to(self, memory_limit: float, name: str) -> Problem:
+    def limited_to(self, memory_limit: float, name: str) -> SchedulingProblem:
         """Return the same problem with a memory limit.
 
         Args:

@@ -115,7 +115,7 @@ class _Squeeze(ListScheduler):
         if chosen is None:
             return
         if chosen < 0:
-            self.start_weight(rank, key)
+            self.start_weight_grad(rank, key)
         else:
             forward = chosen < self._num_stages
             left.forwards_left -= forward

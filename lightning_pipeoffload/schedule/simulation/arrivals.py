@@ -16,7 +16,7 @@ from .simulate import simulate
 _MARGIN = 0.05
 
 
-def expected_during(plan: Schedule, rank: int, costs: Costs) -> Mapping[Action, Sequence[Action]]:
+def receives_to_post(plan: Schedule, rank: int, costs: Costs) -> Mapping[Action, Sequence[Action]]:
     """Return, for compute actions of a rank, the RECVs to post when they begin.
 
     On a GPU a receive is a kernel that spins until its message is sent, and slows down what is

@@ -24,11 +24,11 @@ from ..costs import Costs
 from ..messages import (
     OpenReceives,
     PendingSends,
-    most_pending,
+    max_pending_sends,
+    num_required_sends,
     recv_before,
     recv_of,
     send_of,
-    sends_before,
 )
 from ..schedule import Schedule
 from ..slices import Slices
@@ -96,7 +96,7 @@ def part_sizes(costs: Costs, num_stages: int, num_slices: int = 1) -> UnitSizes:
         return UnitSizes([_sizes_of_unit(*stage) for stage in stages])
     slices = costs.slices or Slices()
     held, gradients = slices.key_value_bytes([stage[0] for stage in stages], num_slices)
-    activation, *others = (costs.per_unit(name, num_stages, num_slices) for name in names)
+    activation, *others = (costs.per_slice(name, num_stages, num_slices) for name in names)
     movable = [max(0.0, a - of_unit) for a, of_unit in zip(activation, held, strict=True)]
     units = zip(movable, *others, strict=True)
     key_values = key_value_changes(held, gradients, num_slices) if any(held) else {}
@@ -236,9 +236,9 @@ def peak_message_memory(
         evaluation: The lowered plan of evaluations after training steps; None: there are none.
     """
     wanted = [plan] if evaluation is None else [plan, evaluation]
-    plans = [(each, sends_before(each)) for each in wanted]
+    plans = [(each, num_required_sends(each)) for each in wanted]
     return tuple(
-        max(_MessageMemory(rank, size).during(plans, most_pending(plan, rank)))
+        max(_MessageMemory(rank, size).during(plans, max_pending_sends(plan, rank)))
         for rank in range(plan.num_ranks)
     )
 
@@ -256,7 +256,7 @@ class _MessageMemory:
     ) -> Iterator[float]:
         """Yield the memory after each action of two steps by each plan.
 
-        With each plan come the SENDs before its messages, by :func:`sends_before`.
+        With each plan come the SENDs before its messages, by :func:`num_required_sends`.
         """
         yield 0.0
         for plan, before in plans:
@@ -283,7 +283,7 @@ class _MessageMemory:
     def _in_step(
         self, plan: Schedule, receives: OpenReceives, sends: PendingSends
     ) -> Iterator[float]:
-        receives.expect(plan[self._rank])
+        receives.queue_receives(plan[self._rank])
         received: set[Action] = set()
         for action in plan[self._rank]:
             needed = recv_before(plan, action)

@@ -174,7 +174,7 @@ class Simulation:
             if use.tail is not None:
                 first, last = use.tail
                 begins = ends[first] - self._seconds[first]
-                spans[place] = _in_shares(begins, ends[last], use.seconds, free[use.lane])
+                spans[place] = _overlap_with_tail(begins, ends[last], use.seconds, free[use.lane])
             else:
                 begin = max(start, free[use.lane])
                 spans[place] = begin, begin + use.seconds
@@ -200,7 +200,7 @@ class Simulation:
                 yield Event(rank, KINDS[kind].lane, action, *spans[place])
 
 
-def _in_shares(begins: float, ends: float, seconds: float, free: float) -> Interval:
+def _overlap_with_tail(begins: float, ends: float, seconds: float, free: float) -> Interval:
     """Return when a REDUCE or STEP runs, whose tail completes one share after another."""
     length = (ends - begins) / _NUM_SHARES
     start = max(free, begins + length)
@@ -215,7 +215,7 @@ def _seconds_of(costs: Costs, num_stages: int, num_slices: int = 1) -> dict[Kind
     """
     seconds = {}
     for kind, row in KINDS.items():
-        columns = [costs.per_unit(name, num_stages, num_slices) for name in row.seconds]
+        columns = [costs.per_slice(name, num_stages, num_slices) for name in row.seconds]
         seconds[kind] = [sum(stage) for stage in zip(*columns, strict=True)]
     return seconds
 
@@ -228,7 +228,9 @@ def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int, int], flo
     if schedule.has_transfers:
         forward, backward = [Kind.RECV_F], [Kind.RECV_B]
     for stage, latency in enumerate(costs.latencies(schedule.placement)[:-1]):
-        for part, seconds in enumerate(costs.divided("communication", [latency], num_slices)):
+        for part, seconds in enumerate(
+            costs.divide_among_slices("communication", [latency], num_slices)
+        ):
             delays.update({(kind, stage + 1, part): seconds for kind in forward})
             delays.update({(kind, stage, part): seconds for kind in backward})
     return delays
@@ -337,7 +339,7 @@ def _steps(
     ends = [0.0] * schedule.num_ranks
     after = [0.0] * schedule.num_ranks
     if schedule.final_kind is not Kind.STEP:
-        after = step_seconds(schedule, costs)
+        after = optimizer_step_seconds(schedule, costs)
     while True:
         events, ends = simulation.run(ends)
         if has_barrier:
@@ -346,7 +348,7 @@ def _steps(
         yield events, ends
 
 
-def step_seconds(schedule: Schedule, costs: Costs) -> list[float]:
+def optimizer_step_seconds(schedule: Schedule, costs: Costs) -> list[float]:
     """Return the seconds of each rank's optimizer step on the host."""
     of_stages = costs.per_stage("step", schedule.num_stages)
     ranks = range(schedule.num_ranks)

@@ -21,7 +21,7 @@ from ..costs import Costs
 from ..make_plan import PlanRequest, make_plan
 from ..passes.offload import offload_activations
 from ..passes.transfer import split_every_backward
-from ..plan_cache import PlanCache, PlanQuestion
+from ..plan_cache import PlanCache, PlanCacheKey
 from ..schedule import Schedule, loop_placement, v_placement
 from ..simulation.memory import peak_memory
 from ..validate import validate
@@ -51,7 +51,7 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     candidates = make_plan(request).candidates
     schedules = [c.schedule for c in candidates if c.schedule is not None]
     plans = [replace(split_every_backward(plan), name="optpipe") for plan in schedules]
-    fitting = {plan: problem.seconds(plan) for plan in plans if problem.keeps(plan)}
+    fitting = {plan: problem.seconds(plan) for plan in plans if problem.fits_memory_limit(plan)}
     if not fitting:
         assert problem.memory_limit is not None
         needed = min(max(peak_memory(plan, problem.costs)) for plan in plans)
@@ -71,7 +71,7 @@ def _best_between_families(problem: PlanProblem, start: Schedule) -> Schedule:
     for depth, sooner in product((1, 2), steps):
         sizes = problem.num_ranks, problem.num_microbatches
         plan = late_weight_gradients(*sizes, depth=depth, sooner=sooner)
-        if not problem.keeps(plan):
+        if not problem.fits_memory_limit(plan):
             try:
                 plan, _ = offload_activations(plan, problem.costs, "auto", problem.memory_limit)
             except ScheduleError:
@@ -80,7 +80,7 @@ def _best_between_families(problem: PlanProblem, start: Schedule) -> Schedule:
     return min(plans, key=problem.seconds)
 
 
-class Improvement:
+class PlanImprover:
     """The best plan so far of a problem.
 
     Args:
@@ -105,7 +105,7 @@ class Improvement:
         self._enough = problem.lower_bound * _ABOUT_EQUAL
         self.is_final = self.seconds <= self._enough
 
-    def go_on(self, seconds: float) -> None:
+    def improve(self, seconds: float) -> None:
         """Look for better plans, for some seconds at most."""
         deadline = monotonic() + seconds
         self._consider(_best_between_families(self._problem, self.plan))
@@ -134,7 +134,7 @@ class Improvement:
             validate(plan)
         except ScheduleError:
             return False
-        return self._problem.keeps(plan)
+        return self._problem.fits_memory_limit(plan)
 
 
 def optpipe(
@@ -161,10 +161,10 @@ def optpipe(
     """
     placement = optpipe_placement(num_ranks, num_chunks)
     problem = PlanProblem(num_microbatches, placement, costs or Costs.unit(), memory_limit)
-    return solved(problem, solver_seconds, plan_cache)
+    return solve_plan(problem, solver_seconds, plan_cache)
 
 
-def solved(
+def solve_plan(
     problem: PlanProblem,
     solver_seconds: float = 60.0,
     plan_cache: str | PathLike[str] | None = None,
@@ -175,9 +175,9 @@ def solved(
     solved_plans = SolvedPlans(PlanCache(plan_cache), problem)
     if solved_plans.suffices(solver_seconds):
         return solved_plans.start()
-    improvement = Improvement(problem, solved_plans.start())
+    improvement = PlanImprover(problem, solved_plans.start())
     if not improvement.is_final:
-        improvement.go_on(solver_seconds)
+        improvement.improve(solver_seconds)
         solved_plans.keep(improvement, solver_seconds)
     return improvement.plan
 
@@ -208,7 +208,7 @@ class SolvedPlans:
     def __init__(self, cache: PlanCache, problem: PlanProblem) -> None:
         self._cache, self._problem = cache, problem
         counted = "step" if problem.has_barrier else "period"
-        self._question = PlanQuestion(
+        self._question = PlanCacheKey(
             f"optpipe {counted} {','.join(map(str, problem.placement))}",
             problem.num_ranks,
             problem.num_microbatches,
@@ -217,7 +217,9 @@ class SolvedPlans:
             problem.memory_limit,
         )
         cached = cache.find(self._question)
-        self._cached = cached if cached is not None and problem.keeps(cached.schedule) else None
+        self._cached = (
+            cached if cached is not None and problem.fits_memory_limit(cached.schedule) else None
+        )
 
     def suffices(self, solver_seconds: float) -> bool:
         """Return whether a search of ``solver_seconds`` would hardly improve a known plan."""
@@ -245,7 +247,7 @@ class SolvedPlans:
             return best
         return min((best, cached.schedule), key=self._problem.seconds)
 
-    def keep(self, improvement: Improvement, solver_seconds: float) -> None:
+    def keep(self, improvement: PlanImprover, solver_seconds: float) -> None:
         """Store a plan with the seconds that it was sought for."""
         remarks = {"solver_seconds": solver_seconds, "is_final": improvement.is_final}
         self._cache.store(self._question, improvement.plan, remarks)

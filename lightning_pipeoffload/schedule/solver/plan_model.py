@@ -27,7 +27,13 @@ from typing import Any, NamedTuple
 from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, MemoryPart, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule, stages_on
-from .plan_problem import IntegerCosts, StartTimes, earliest_end, earliest_starts, most_work
+from .plan_problem import (
+    IntegerCosts,
+    StartTimes,
+    earliest_starts,
+    makespan_lower_bound,
+    max_rank_work,
+)
 
 
 def check_solver() -> None:
@@ -79,18 +85,18 @@ class _HintedModel:
         self.model.add_hint(variable, hint)
         return _Hinted(variable, int(hint))
 
-    def both(self, one: _Hinted, other: _Hinted) -> _Hinted:
+    def add_and(self, one: _Hinted, other: _Hinted) -> _Hinted:
         """Add a flag that says whether two others are set."""
         flag = self.flag(bool(one.hint and other.hint))
         self.model.add_bool_and([one.now, other.now]).only_enforce_if(flag.now)
         self.model.add_bool_or([flag.now, one.now.Not(), other.now.Not()])
         return flag
 
-    def but_not(self, one: _Hinted, other: _Hinted) -> _Hinted:
+    def add_and_not(self, one: _Hinted, other: _Hinted) -> _Hinted:
         """Add a flag that says whether the first of two is set, and the second is not."""
-        return self.both(one, _Hinted(other.now.Not(), 1 - other.hint))
+        return self.add_and(one, _Hinted(other.now.Not(), 1 - other.hint))
 
-    def either(self, one: _Hinted, other: _Hinted) -> _Hinted:
+    def add_or(self, one: _Hinted, other: _Hinted) -> _Hinted:
         """Add a flag that says whether one of two is set."""
         flag = self.flag(bool(one.hint or other.hint))
         self.model.add_implication(one.now, flag.now)
@@ -201,12 +207,12 @@ class _ActionVariables:
         model, begins, ends = self._model, self.begins, self.ends
         away = model.flag(self._has(Kind.OFFLOAD))
         queued = model.flag(self._has(Kind.OFFLOAD_W))
-        in_parts = whole_queue = model.both(away, queued)
+        in_parts = whole_queue = model.add_and(away, queued)
         back = queued
         if self._size_of(MemoryPart.FOR_W):
-            in_parts = model.both(away, model.flag(self._has(Kind.RELOAD_B)))
+            in_parts = model.add_and(away, model.flag(self._has(Kind.RELOAD_B)))
             model.model.add_implication(whole_queue.now, in_parts.now)
-            back = model.either(in_parts, queued)
+            back = model.add_or(in_parts, queued)
         there, here = self._whole.offload[self.stage], self._whole.reload[self.stage]
         self.in_parts = in_parts
         self.offload = self._copy(Kind.OFFLOAD, away, ends[Kind.F], (there[ACTIVATION],) * 2)
@@ -284,7 +290,7 @@ class _ActionVariables:
         if for_w:
             kept = model.select(queued, self.queue.end, end)
             yield model.interval(start, model.select(away, self.offload.end, kept)), for_w
-            whole = model.but_not(away, self.in_parts)
+            whole = model.add_and_not(away, self.in_parts)
             yield model.interval(self.reload.begin, end, whole), for_w
             yield model.interval(self.rest.begin, end, self.rest.flag), for_w
         if gradient:
@@ -445,7 +451,7 @@ class PlanModel:
             Whether nothing shorter is left to be found.
         """
         cp_model, model = _cp_model(), self._model.model
-        model.minimize(self._objective(self._step()))
+        model.minimize(self._objective(self._add_step_length()))
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = _NUM_WORKERS
@@ -454,14 +460,14 @@ class PlanModel:
             solver.parameters.ignore_subsolvers.extend(_NOT_IN_WINDOWS)
         return bool(solver.solve(model, self._listener(on_plan)) == cp_model.OPTIMAL)
 
-    def _step(self) -> _Hinted:
+    def _add_step_length(self) -> _Hinted:
         """Add what a step takes: until all ranks have ended it, or the rank that takes longest."""
         whole, count = self._whole, self._num_microbatches
         sizes = whole.placement, count
         if self._has_barrier:
-            least = earliest_end(whole.seconds, whole.latencies, *sizes)
+            least = makespan_lower_bound(whole.seconds, whole.latencies, *sizes)
         else:
-            least = most_work(whole.seconds, *sizes)
+            least = max_rank_work(whole.seconds, *sizes)
         began = [self._began(rank) for rank in range(whole.num_ranks)]
         spans = (end - start.hint for end, start in zip(self._hint.ends, began, strict=True))
         step = self._model.number(max(spans), round(least))

@@ -42,7 +42,7 @@ def earliest_starts(seconds: _Seconds, latencies: Sequence[float]) -> dict[Kind,
     return {Kind.F: forward[:-1], Kind.B: backward, Kind.W: weights}
 
 
-def earliest_end(
+def makespan_lower_bound(
     seconds: _Seconds, latencies: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
     """Return a lower bound of the makespan: the latest of each rank's first start plus its work."""
@@ -55,7 +55,7 @@ def earliest_end(
     return max(map(end, range(max(placement) + 1)))
 
 
-def least_span(
+def span_lower_bound(
     seconds: _Seconds, latencies: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
     """Return the seconds from a rank's first F of a step to its last W at least.
@@ -74,13 +74,13 @@ def least_span(
     return max(map(span, range(max(placement) + 1)))
 
 
-def most_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: int) -> float:
+def max_rank_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: int) -> float:
     """Return the seconds of a step's work on the rank that has most of it."""
     ranks = range(max(placement) + 1)
     return num_microbatches * max(_work(seconds, placement, rank) for rank in ranks)
 
 
-def least_in_memory(
+def memory_limited_lower_bound(
     costs: Costs, placement: tuple[int, ...], num_microbatches: int, limit: float, copies: bool
 ) -> float:
     """Return the seconds that a step takes at least, since a rank holds no more than ``limit``.
@@ -90,7 +90,7 @@ def least_in_memory(
     take away meanwhile, where there are copies: those that wait longest.
     """
     num_stages = len(placement)
-    seconds, latencies = costs.compute(num_stages), costs.latencies(placement)
+    seconds, latencies = costs.seconds_by_kind(num_stages), costs.latencies(placement)
     pairs = zip(seconds[Kind.F], seconds[Kind.B], latencies, strict=True)
     waits = [*accumulate(f + b + 2 * latency for f, b, latency in [*pairs][::-1])][::-1]
     moves, sizes = _move_seconds(costs, num_stages), costs.per_stage("activation", num_stages)
@@ -108,7 +108,7 @@ def least_in_memory(
     return num_microbatches * max(map(least, range(max(placement) + 1)))
 
 
-def least_copying(schedule: Schedule, costs: Costs, limit: float) -> float:
+def copy_seconds_lower_bound(schedule: Schedule, costs: Costs, limit: float) -> float:
     """Return the seconds of a rank's copies at least, so that its order keeps a limit.
 
     What exceeds the limit leaves the activations whose B is last, for these are away longest.
@@ -185,7 +185,7 @@ class PlanProblem:
         """Stages per rank."""
         return len(self.placement) // self.num_ranks
 
-    def keeps(self, plan: Schedule) -> bool:
+    def fits_memory_limit(self, plan: Schedule) -> bool:
         """Whether a plan keeps the memory limit."""
         limit = inf if self.memory_limit is None else self.memory_limit * (1 + ROUNDING)
         return max(peak_memory(plan, self.costs)) <= limit
@@ -194,10 +194,10 @@ class PlanProblem:
     def lower_bound(self) -> float:
         """Seconds that no plan takes less than."""
         costs, placement = self.costs, self.placement
-        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
+        seconds, latencies = costs.seconds_by_kind(len(placement)), costs.latencies(placement)
         if not self.has_barrier:
-            return most_work(seconds, placement, self.num_microbatches)
-        return earliest_end(seconds, latencies, placement, self.num_microbatches)
+            return max_rank_work(seconds, placement, self.num_microbatches)
+        return makespan_lower_bound(seconds, latencies, placement, self.num_microbatches)
 
     def seconds(self, plan: Schedule) -> float:
         """Return the seconds from one step to the next."""
@@ -238,7 +238,7 @@ class IntegerCosts:
     ) -> IntegerCosts:
         """Round costs, and a memory limit."""
         num_stages = len(placement)
-        seconds = costs.compute(num_stages)
+        seconds = costs.seconds_by_kind(num_stages)
         tick = _tick([second for of_kind in seconds.values() for second in of_kind])
         sizes = part_sizes(costs, num_stages).of
         whole_sizes, limit = _sizes_in_grains(sizes, memory_limit)

@@ -22,7 +22,7 @@ from typing import Any
 from ..costs import Costs
 from ..plan_cache import PlanCache
 from ..schedule import Schedule
-from .optpipe import Improvement, SolvedPlans
+from .optpipe import PlanImprover, SolvedPlans
 from .plan_problem import PlanProblem
 
 log = logging.getLogger(__name__)
@@ -144,9 +144,9 @@ def _answer(asked: Mapping[str, Any], send: Callable[[Schedule], None]) -> None:
         solved_plans.keep(improvement, time.monotonic() - began)
         send(plan)
 
-    improvement = Improvement(problem, start, keep)
+    improvement = PlanImprover(problem, start, keep)
     if not improvement.is_final:
-        improvement.go_on(seconds)
+        improvement.improve(seconds)
         solved_plans.keep(improvement, seconds)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.loop.hooks import RemoteOutputs, numbers_in, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks import RemoteOutputs, numbers_in, refuse_different_callbacks
 from lightning_pipeoffload.loop.hooks.sent_values import UnsendableError, pack, unpack
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.users_code import RemoteValue
@@ -130,6 +130,6 @@ def test_callbacks_that_global_rank_0_does_not_have_are_refused(callbacks, names
         lightning_module=Module(), callbacks=callbacks, strategy=strategy, global_rank=1
     )
     if not is_refused:  # hooks that are at no end
-        return refuse_other_callbacks(trainer)
+        return refuse_different_callbacks(trainer)
     with pytest.raises(ValueError, match="Module, Keeps on global rank 0, of Module"):
-        return refuse_other_callbacks(trainer)
+        return refuse_different_callbacks(trainer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_pipeoffload.runtime.batch import Contents, Packet
+from lightning_pipeoffload.runtime.batch import Packet, ReceivedPacket
 
 BASE = torch.arange(20)
 BATCH = {
@@ -33,7 +33,7 @@ def sent(batch):
     packet = Packet(batch)
     buffer = torch.full((packet.num_bytes + 8,), 7, dtype=torch.uint8)
     packet.write(buffer)
-    contents = Contents(packet.structure, buffer)
+    contents = ReceivedPacket(packet.structure, buffer)
     contents.copy()
     buffer.zero_()
     return contents.rebuild(torch.device("cpu"))

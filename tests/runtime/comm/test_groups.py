@@ -64,9 +64,9 @@ def break_off_and_renew():
     if group.global_rank == 0:
         work = dist.all_reduce(torch.ones(1), group=group.device_group(), async_op=True)
     dist.barrier()
-    ProcessGroups.end(has_failed=True)
+    ProcessGroups.retire_current(has_failed=True)
     assert not group.is_connected
-    group.renew()
+    group.reconnect()
     failed = False
     if work is not None:
         try:
@@ -109,7 +109,7 @@ def count_threads_of_runs():
         world = connect(num_replicas=size).world
         counts.append(len(os.listdir("/proc/self/task")))
         if dist.get_rank() == 0:
-            world.start_sharing(1, 1)  # rank 1 never sends it: who waited would time out
+            world.start_number_broadcast(1, 1)  # rank 1 never sends it: who waited would time out
         del world
         gc.collect()
     return counts

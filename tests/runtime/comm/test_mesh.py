@@ -37,7 +37,7 @@ def test_a_replica_after_the_other_or_next_to_it(schedule, order, table):
         for rank, global_rank in enumerate(row):
             mesh = RankMesh(plan, global_rank, num_replicas=2, rank_order=order)
             assert (mesh.replica, mesh.rank, mesh.global_ranks) == (replica, rank, row)
-            assert (mesh.root, mesh.reports) == (min(row), global_rank == 0)
+            assert (mesh.root, mesh.is_global_zero) == (min(row), global_rank == 0)
             assert mesh.counterparts == [other[rank] for other in table]
             assert mesh.replica_of(global_rank) == replica
             stages = f"stages {rank} and {5 - rank}" if schedule == "zb_v" else f"stage {rank}"
@@ -59,7 +59,7 @@ def test_tensor_ranks_are_neighbours_and_make_a_pipeline_each(order, table):
                 mesh = RankMesh(plan, global_rank, rank_order=order, **sizes)
                 assert (mesh.replica, mesh.rank, mesh.tensor_rank) == (replica, rank, tensor_rank)
                 assert (mesh.global_ranks, mesh.world_size) == (row, 8)
-                assert (mesh.root, mesh.reports) == (row[1], global_rank == 0)
+                assert (mesh.root, mesh.is_global_zero) == (row[1], global_rank == 0)
                 assert mesh.counterparts == [other[rank] for other in replicas]
                 assert (mesh.first_replica, mesh.roots) == (table[0][0], [r[1] for r in table[0]])
                 described = f"replica {replica}, stage {rank}, tensor rank {tensor_rank}"
@@ -88,6 +88,6 @@ def test_a_forked_process_frees_no_group_of_its_parent(monkeypatch):
     monkeypatch.setattr(ProcessGroups, "_current", None)
     monkeypatch.setattr(ProcessGroups, "_ended", [group])
     monkeypatch.setattr(ProcessGroups, "_pending", [])
-    ProcessGroups.leave_to_parent()
+    ProcessGroups.abandon_inherited()
     ProcessGroups.abort_ended()
     assert ProcessGroups._pending == [group]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.comm import PendingParameters, WaitingMode
+from lightning_pipeoffload.runtime.comm import PendingParameters, PendingParametersMode
 
 COMING = nn.Parameter(torch.zeros(2, 3))
 OTHER = torch.zeros(3)
@@ -18,7 +18,7 @@ def waits(call):
     COMING.data.zero_()
     pending = PendingParameters(may_wait=True)
     pending.add(lambda: COMING.data.fill_(1.0), [COMING])
-    with WaitingMode(pending):
+    with PendingParametersMode(pending):
         call()
     return not pending
 

@@ -19,16 +19,16 @@ from lightning_pipeoffload.runtime.comm import (
     PeerLostError,
     ProcessGroupTransport,
     RankMesh,
+    is_lost_peer_error,
     reporting_lost_peers,
-    says_peer_lost,
 )
 from lightning_pipeoffload.runtime.comm import transport as transport_module
-from lightning_pipeoffload.runtime.comm.transport import PeersThread, _first_tag
+from lightning_pipeoffload.runtime.comm.transport import CommunicationThread, _first_tag
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
-from lightning_pipeoffload.runtime.measure import answer_latency, link_speed, measure_latency
+from lightning_pipeoffload.runtime.measure import echo_messages, link_speed, measure_latency
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import placed
+from lightning_pipeoffload.runtime.step import set_plan_indices
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
 from tests.support.in_process import InProcessTransport
@@ -87,7 +87,7 @@ def exchange_message():
     if rank == 1:
         transport.post(down, 0, specs_of(message))
         transport.send(up_send, 0, transport.wait(down))
-        transport.release(0, 0)
+        transport.drain_sends(0, 0)
     return None
 
 
@@ -110,15 +110,15 @@ class OpenReceives:
     def finish_step(self):
         assert not self.open
 
-    def finished_at(self):
+    def synchronized_time(self):
         assert not self.open
         return time.perf_counter()
 
 
-@pytest.mark.parametrize("measure", [measure_latency, answer_latency])
+@pytest.mark.parametrize("measure", [measure_latency, echo_messages])
 def test_measuring_it_waits_for_no_receive_that_is_open(monkeypatch, measure):
     transport = OpenReceives()
-    monkeypatch.setattr(link_speed, "finished_at", transport.finished_at)
+    monkeypatch.setattr(link_speed, "synchronized_time", transport.synchronized_time)
     measure(transport, 1, 2, [])
 
 
@@ -141,10 +141,10 @@ def release_what_has_arrived():
             transport.wait(receive)
     del message
     for _ in range(2 * (rank == 0)):  # the second time it is gone
-        transport.release(1, 1)
+        transport.drain_sends(1, 1)
     alive = [not ref.expired() for ref in kept]
     if rank == 0:
-        transport.release(1, 0)
+        transport.drain_sends(1, 0)
     return alive
 
 
@@ -163,7 +163,7 @@ def receive_out_of_order():
     sends = parse("0SEND_F1", "0SEND_F0") if rank == 0 else parse("2SEND_B0")
     for send in sends:
         transport.send(send, 1, [torch.tensor([10.0 * send.stage + send.microbatch])])
-    transport.release(1, 0)
+    transport.drain_sends(1, 0)
     return None
 
 
@@ -185,7 +185,7 @@ def run_ahead():
             transport.post(receive, 0, specs_of([torch.ones(1)]))
             received.append(float(transport.wait(receive)[0]))
     if rank == 0:
-        transport.release(1, 0)
+        transport.drain_sends(1, 0)
     return received
 
 
@@ -206,11 +206,11 @@ def train(name):
     stage_ranks = tuple(schedule.rank_of(stage) for stage in range(schedule.num_stages))
     module, x = make_model()
     pipeline = Pipeline(module, rank, CutSettings(stage_ranks, blocks="blocks"), CPU)
-    memory, losses = ActivationMemory.on(CPU), []
+    memory, losses = ActivationMemory.for_device(CPU), []
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
         slices = trace_batch(pipeline, x, 1, users_step(module.step), "train", 0)
-        microbatches = placed(slices, [1 / 12] * len(slices))
+        microbatches = set_plan_indices(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()
     pipeline.detach()
@@ -275,12 +275,12 @@ def test_a_dead_peer_is_noticed():
     ],
 )
 def test_errors_that_only_say_that_another_rank_is_gone(exception, is_so):
-    assert says_peer_lost(exception) == is_so
+    assert is_lost_peer_error(exception) == is_so
 
 
 def test_an_error_of_a_thread_that_peers_wait_for_ends_the_run():
     ended = []
-    thread = PeersThread("while sending", lambda error, doing: ended.append((error, doing)))
+    thread = CommunicationThread("while sending", lambda error, doing: ended.append((error, doing)))
     errors = [OSError("no space left"), PeerLostError("gone")]
 
     def work(number):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.compiled import block_compiler
 from lightning_pipeoffload.runtime.compiled.block_compiler import (
-    check_compiled_parts,
+    refuse_cuda_graphs,
 )
 from lightning_pipeoffload.runtime.compiled.split_graph import writes_in_place
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
@@ -314,4 +314,4 @@ def test_parts_that_their_owner_has_compiled_with_cuda_graphs_are_refused(wrap):
     else:
         module[1].compile(mode="reduce-overhead")
     with pytest.raises(ValueError, match="^1 is compiled with CUDA graphs"):
-        check_compiled_parts(module)
+        refuse_cuda_graphs(module)

@@ -46,7 +46,7 @@ def test_copies_and_copies_of_them_follow(module):
     second, part = copy.deepcopy(first), copy.deepcopy(module.norm)
     gone = {"first.weight", "second.weight", "norm.running_mean"}
     leave(module, *gone)
-    copies.follow()
+    copies.update_copies()
     assert shapes_in(first) == shapes_in(second) == gone
     assert shapes_in(part) == {"running_mean"}
     assert first.first.weight is first.second.weight is not second.first.weight
@@ -61,7 +61,7 @@ def test_what_is_here_stays_the_copys_own(module):
         made.norm.weight.fill_(3.0)
     bias = made.first.bias
     leave(module, "norm.bias")
-    copies.follow()
+    copies.update_copies()
     assert made.first.bias is bias
     assert made.norm.weight.tolist() == [3.0, 3.0]
     assert made.norm.bias.dtype == torch.float64
@@ -74,7 +74,7 @@ def test_a_copy_of_shapes_has_values_when_the_module_has_them_again(module):
     copies = ModuleCopies(module)
     made = copy.deepcopy(module)
     module.first.weight = module.second.weight = whole.first.weight
-    copies.follow()
+    copies.update_copies()
     assert not shapes_in(made)
     assert made.first.weight is made.second.weight is not whole.first.weight
     assert torch.equal(made.first.weight, whole.first.weight)
@@ -84,7 +84,7 @@ def test_a_copy_with_shapes_cannot_be_called(module):
     copies = ModuleCopies(module)
     made = copy.deepcopy(module)
     leave(module, "norm.bias")
-    copies.follow()
+    copies.update_copies()
     made.first(torch.ones(3, 2))
     with pytest.raises(RuntimeError, match=r"cannot run \(.*made.norm.*exchange its weights"):
         made.norm(torch.ones(3, 2))

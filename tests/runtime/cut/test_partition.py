@@ -13,11 +13,11 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut import (
     BlockChain,
-    Room,
     SegmentCosts,
-    as_argument,
+    StageMemoryLimits,
     cut,
     find_chain,
+    format_blocks_argument,
 )
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
@@ -77,8 +77,8 @@ PATTERNS = {
 def test_the_chain_may_be_named(blocks, names):
     chain = find_chain(Two(), blocks)
     assert [chain.block_name(index) for index in range(len(chain))] == names
-    assert chain.index_of(f"{names[1]}.weight") == 1
-    assert chain.index_of("single.0.weight") is None
+    assert chain.enclosing_block(f"{names[1]}.weight") == 1
+    assert chain.enclosing_block("single.0.weight") is None
 
 
 def test_nested_and_compiled_blocks_are_a_chain():
@@ -92,8 +92,11 @@ def test_nested_and_compiled_blocks_are_a_chain():
 
 def test_children_of_a_module_are_named_by_a_pattern():
     module = Outer(Regression(linear_blocks(2)))
-    assert as_argument(module, ["net.blocks.0", "net.blocks.1"]) == 'blocks="net.blocks"'
-    assert as_argument(module, ["net.embed", "net.blocks", "net.head"]) == 'blocks=["net.*"]'
+    assert format_blocks_argument(module, ["net.blocks.0", "net.blocks.1"]) == 'blocks="net.blocks"'
+    assert (
+        format_blocks_argument(module, ["net.embed", "net.blocks", "net.head"])
+        == 'blocks=["net.*"]'
+    )
 
 
 def test_a_dict_is_the_chain_where_there_is_no_list():
@@ -272,7 +275,7 @@ def test_a_slow_rank_has_fewer_blocks(costs, ranks, slowness, counts):
     ],
 )
 def test_stages_have_no_more_than_there_is_room_for(ranks, limits, more, counts):
-    room = Room([1] * 8 + [0], limits, *more)
+    room = StageMemoryLimits([1] * 8 + [0], limits, *more)
     assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), ranks, room=room)) == counts
 
 

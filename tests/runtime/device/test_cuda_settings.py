@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.device import cuda_settings, prepare_cuda
+from lightning_pipeoffload.runtime.device import cuda_settings, set_cuda_defaults
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 
@@ -28,6 +28,6 @@ def test_what_the_user_has_set_stays(monkeypatch, given, device, in_use, queues,
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    prepare_cuda(torch.device(device))
+    set_cuda_defaults(torch.device(device))
     assert (os.environ.get(QUEUES), found) == (queues, settings)
     monkeypatch.delenv(QUEUES, raising=False)

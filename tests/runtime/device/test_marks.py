@@ -59,7 +59,7 @@ def test_what_emits_ranges_is_a_profiler_too(context):
 def test_what_is_not_to_be_recorded_is_not():
     x = torch.ones(1)
     with profile(acc_events=True) as profiled:
-        with marks.unrecorded():
+        with marks.unprofiled():
             x.add(1)
         x.mul(2)
     names = {event.name for event in profiled.events()}

@@ -56,7 +56,7 @@ def test_a_step_lasts_until_the_next_one(run_step):
     timer = run_step(20, 20, 20, 20, 20, 20, 20, 21)
     assert timer.step_seconds() == 20
     assert timer.idle_share() == 1 - 3 / 20
-    assert timer.between_share() == 0.5
+    assert timer.boundary_share() == 0.5
 
 
 def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):
@@ -76,7 +76,7 @@ def test_steps_that_have_ended_since_one(run_step):
     run_step(8, 8, 9, 9, 10, 10, 11, 11)
     second, third = timer.ended_after(first)
     assert (second.start, third.start) == (4, 8)
-    assert timer.running is third
+    assert timer.current_step is third
     assert timer.busy_seconds(third) == 3
 
 
@@ -118,7 +118,7 @@ def test_moments_of_an_accelerator_as_the_hosts(monkeypatch):
     clock = timing.DeviceClock()
     moment = clock.now()
     assert not clock.has_passed(moment)
-    read, error = clock.to_host()
+    read, error = clock.host_times()
     assert clock.has_passed(moment)
     assert (read(moment), error) == (98, 1)
 
@@ -128,8 +128,8 @@ def test_an_accelerator_that_is_not_in_use_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     waits = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("waited"))
-    timing.finished_at()
+    timing.synchronized_time()
     assert not waits
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    timing.finished_at()
+    timing.synchronized_time()
     assert waits

@@ -108,8 +108,8 @@ def test_waits_for_copies_are_not_part_of_what_actions_take(monkeypatch):
     clock = StoppedClock()
 
     class TimedLane(LastMomentLane):
-        def hold_compute(self, moment):
-            super().hold_compute(moment)
+        def make_compute_wait(self, moment):
+            super().make_compute_wait(moment)
             clock.time += 1
 
     monkeypatch.setattr(timing, "HostClock", lambda: clock)
@@ -125,7 +125,7 @@ def test_waits_for_copies_are_not_part_of_what_actions_take(monkeypatch):
 class CarelessLane(LastMomentLane):
     """Lets the compute lane go on without its copies."""
 
-    def hold_compute(self, moment):
+    def make_compute_wait(self, moment):
         pass
 
 
@@ -137,7 +137,7 @@ def test_a_reload_waits_for_its_own_offload_though_nobody_else_has():
     for step in (store.offload, store.free):
         step()
     store.reload(MemoryPart.FOR_B)
-    store.arrive(MemoryPart.FOR_B)
+    store.wait_for_reload(MemoryPart.FOR_B)
     assert torch.equal(store.unpack(saved), tensor)
 
 

@@ -17,7 +17,11 @@ from lightning_pipeoffload.runtime.memory import (
     machine_memory,
 )
 from lightning_pipeoffload.runtime.memory.host_memory import piece_sizes
-from lightning_pipeoffload.runtime.memory.saved_tensor import Cast, Resident, WrittenInPlaceError
+from lightning_pipeoffload.runtime.memory.saved_tensor import (
+    Resident,
+    SavedCast,
+    WrittenInPlaceError,
+)
 from tests.support.offloaded import there_and_back
 
 CPU = torch.device("cpu")
@@ -61,7 +65,7 @@ def test_what_is_not_on_the_ranks_device_stays_where_it_is():
     store = ActivationStore("stage 1, microbatch 2", (), settings)
     on_host = torch.ones(9)
     assert isinstance(store.pack(on_host), Resident)
-    kept = store.keep_for_weight(on_host)
+    kept = store.keep_until_w(on_host)
     assert (store.held.device, kept().sum()) == (0, 9)
     assert isinstance(make_store().pack(elsewhere), Resident)
 
@@ -97,7 +101,7 @@ def test_a_cast_parameter_is_cast_again(view):
     cast = view(weight.to(torch.bfloat16))
     store = make_store()
     saved = store.pack(cast)
-    assert isinstance(saved, Cast)
+    assert isinstance(saved, SavedCast)
     assert torch.equal(store.unpack(saved), cast)
 
 

@@ -75,7 +75,7 @@ def test_any_valid_order_gives_the_plain_gradients():
         assert_same(found, expected)
 
 
-class Held:
+class HeldBytes:
     """What autograd has saved of one tensor."""
 
     def __init__(self, tensor):
@@ -98,7 +98,7 @@ class Watched(nn.Module):
         return found
 
     def forward(self, x):
-        with saved_tensors_hooks(lambda t: self.watch(t, Held(t)), lambda held: held.tensor):
+        with saved_tensors_hooks(lambda t: self.watch(t, HeldBytes(t)), lambda held: held.tensor):
             out = torch.nn.functional.gelu(self.linear(self.norm(x))).sin()
             self.watch(out)
             return x + out

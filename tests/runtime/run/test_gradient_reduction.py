@@ -52,7 +52,7 @@ class OneOfTwo:
         self.lengths.append(lengths)
         return self.start_sum(flat)
 
-    def start_union(self, tensor):
+    def start_logical_or(self, tensor):
         return self._start(self.unions, tensor, torch.maximum)
 
     def _start(self, exchange, tensor, combine):
@@ -60,7 +60,7 @@ class OneOfTwo:
         exchange.put(self.replica, tensor.clone())
         return lambda: tensor.copy_(combine(tensor, exchange.get(1 - self.replica, place)))
 
-    def first(self, order):
+    def broadcast_object(self, order):
         self.num_orders += 1
         self.orders.put(self.replica, order)
         return self.orders.get(0, self.num_orders - 1)
@@ -93,11 +93,11 @@ def test_sums_start_in_the_order_of_the_first_step():
             for tensor in tensors.values():
                 tensor.grad = torch.full_like(tensor, step + own + 1.0)
             kept = tensors["c"].grad
-            reduction.announce(0, [tensors[name] for name in "cba"])
+            reduction.mark_gradients_final(0, [tensors[name] for name in "cba"])
             # Replica 1 has another order: that of replica 0 counts.
             for name in "cba" if own == 0 else "cab":
                 started.append(len(replicas.sums.sent[own]))
-                reduction.finish(tensors[name])
+                reduction.finish_parameter(tensors[name])
             reduction.wait()
             assert tensors["c"].grad is kept
             for tensor in tensors.values():
@@ -118,7 +118,7 @@ def test_absent_gradients_count_as_zeros_unless_nobody_has_one():
             tensors["both"].grad = torch.full((2,), 2.0 * own)
             tensors["one"].grad = torch.full((2,), 4.0) if own else None
             tensors["none"].grad = None
-            reduction.announce(0)
+            reduction.mark_gradients_final(0)
             reduction.wait()
             assert tensors["none"].grad is None
             assert tensors["one"].grad.tolist() == [2, 2]
@@ -135,8 +135,8 @@ def test_frozen_parameters_are_left_out_from_then_on():
             tensors["a"].requires_grad_(is_trained)
             for tensor in tensors.values():
                 tensor.grad = torch.full_like(tensor, own)
-            reduction.announce(0, [tensors["a"]])
-            reduction.finish(tensors["a"])
+            reduction.mark_gradients_final(0, [tensors["a"]])
+            reduction.finish_parameter(tensors["a"])
             reduction.wait()
             assert tensors["a"].grad.eq(0.5 if is_trained else own).all()
             assert tensors["b"].grad.eq(0.5).all()
@@ -150,7 +150,7 @@ def test_other_parameters_on_replica_0_are_refused():
     replicas.orders.put(0, ["a"])
     tensors = parameters(a=2, b=2)
     reduction = reduction_of(replicas, tensors)
-    reduction.announce(0)
+    reduction.mark_gradients_final(0)
     with pytest.raises(RuntimeError, match="b is trained by some replicas of the pipeline and not"):
         reduction.wait()
 
@@ -167,7 +167,7 @@ def test_a_gradient_keeps_its_strides_and_dtypes_are_not_mixed():
         tensors["turned"].grad = turned
         tensors["double"].grad = torch.full((2,), own, dtype=torch.float64)
         tensors["complex"].grad = torch.full((2,), own + 1j)
-        reduction.announce(0)
+        reduction.mark_gradients_final(0)
         reduction.wait()
         assert tensors["turned"].grad is turned
         assert turned.stride() == (1, 2)
@@ -184,7 +184,7 @@ def test_a_sparse_gradient_is_refused_by_name():
     replicas = OneOfTwo(0, Exchange(), Exchange(), Exchange())
     tensors["table"].grad = torch.ones(2, 3).to_sparse()
     reduction = reduction_of(replicas, tensors)
-    reduction.announce(0)
+    reduction.mark_gradients_final(0)
     with pytest.raises(ValueError, match=r"table has a gradient of layout torch.sparse_coo"):
         reduction.wait()
 
@@ -199,8 +199,8 @@ def test_what_two_stages_use_is_summed_at_the_end_apart():
             apart["tied of stage 3"].grad = torch.full((2,), 10.0) if own else None
             before = len(replicas.sums.sent[own])
             for stage in (3, 0):
-                reduction.announce(stage, [weight])
-                reduction.finish(weight)
+                reduction.mark_gradients_final(stage, [weight])
+                reduction.finish_parameter(weight)
             assert len(replicas.sums.sent[own]) == before
             reduction.wait()
             assert weight.grad.eq(1.5).all()
@@ -226,7 +226,7 @@ def test_the_owner_has_the_mean_and_the_other_replica_a_remote_gradient():
             tensors["one"].grad = torch.full((1,), 4.0) if own else None
             tensors["none"].grad = None
             kept, before = tensors["large"].grad, len(replicas.sums.sent[own])
-            reduction.announce(0, [tensors["large"]])
+            reduction.mark_gradients_final(0, [tensors["large"]])
             assert len(replicas.sums.sent[own]) - before == step  # by the first step's order
             reduction.wait()
             assert replicas.lengths == [[2, 8], [1 << 18, 0]]

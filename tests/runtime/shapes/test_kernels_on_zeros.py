@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_pipeoffload.runtime.cut import StepRecords, find_chain
-from lightning_pipeoffload.runtime.measure import measure_shapes
+from lightning_pipeoffload.runtime.measure import measure_saved_memory
 from lightning_pipeoffload.runtime.run import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
@@ -200,7 +200,7 @@ def test_what_such_a_function_saves_is_counted(recompute):
         part, *_ = trace_batch(
             rank, torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
         )
-        kept.append([vars(found) for found in measure_shapes(rank, part)])
+        kept.append([vars(found) for found in measure_saved_memory(rank, part)])
     assert kept[0] == kept[1]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.shapes import (
     GradientChanges,
-    KnownSize,
+    KnownNorms,
     RemoteTensor,
     ValueNeededError,
     explain_remote,
@@ -170,7 +170,7 @@ def make(values=VALUES, dtype=torch.float32, is_known=True):
     remote.changes.record()
     if is_known:
         norms = [float(torch.linalg.vector_norm(gradient, order)) for order in (2, math.inf)]
-        remote.set_remote_gradient(True, KnownSize(*norms))
+        remote.set_remote_gradient(True, KnownNorms(*norms))
     return gradient, remote
 
 
@@ -282,7 +282,7 @@ def test_lists_are_worked_on_member_by_member():
     assert own.eq(2).all()
     torch._foreach_lerp_([own, remote], [torch.zeros(3), torch.zeros(2, 2)], 0.5)
     assert own.eq(1).all()
-    remote.set_remote_gradient(True, KnownSize(float(gradient.norm()), 3.0))
+    remote.set_remote_gradient(True, KnownNorms(float(gradient.norm()), 3.0))
     first, second, third = torch._foreach_norm([own, remote.grad, own])
     assert (first, second, third) == (own.norm(), gradient.norm(), own.norm())
 

@@ -10,7 +10,7 @@ from lightning_pipeoffload.runtime.shapes import (
     StepRules,
     ValueNeededError,
     describe_origins,
-    memory_of,
+    storage_key,
 )
 
 
@@ -142,8 +142,8 @@ def test_results_that_are_observed_share_memory_only_with_what_they_view():
         moments = torch.native_layer_norm(weight, [3], None, None, 1e-5)
         view = torch.ops.aten._unsafe_view.default(first, [1, 2])  # which its schema denies
         again = torch.ops.aten._unsafe_view.default(second, [1, 2])
-    assert len({memory_of(tensor) for tensor in (weight, first, second, *moments)}) == 6
-    assert (memory_of(view), memory_of(again)) == (memory_of(first), memory_of(second))
+    assert len({storage_key(tensor) for tensor in (weight, first, second, *moments)}) == 6
+    assert (storage_key(view), storage_key(again)) == (storage_key(first), storage_key(second))
 
 
 def test_a_kernel_that_torch_does_not_know_gets_no_address():

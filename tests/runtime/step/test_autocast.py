@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.step import backward_on, sharing_casts, without_fused_layers
+from lightning_pipeoffload.runtime.step import backward_mode, sharing_casts, without_fused_layers
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_each_weight_is_cast_once_where_lightning_casts_at_every_use():
     with context, CountCasts() as casts, sharing_casts(CPU):
         for _ in range(3):
             loss = linear(x).sum()
-            with backward_on(CPU):
+            with backward_mode(CPU):
                 loss.backward()
     assert casts.count == 2
     assert torch.is_autocast_cache_enabled()
@@ -51,7 +51,7 @@ def test_a_backward_keeps_the_precision_of_its_forward():
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
             loss = torch.mm(x, weight).sum()
-        with backward_on(CPU):
+        with backward_mode(CPU):
             loss.backward()
     assert torch.equal(x.grad, weight.sum(1).expand(2, 4))
 

@@ -30,15 +30,19 @@ from lightning_pipeoffload.runtime.memory import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
+from lightning_pipeoffload.runtime.shapes import has_partial_gradient, is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
-    keep_local_parts,
-    sharing_layers,
+    replace_dtensors,
+    sharding_layers,
     waiting_for_collectives,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import collectives_through_host
-from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    deferring_kernels,
+    mark_deferrable,
+)
 from tests.support.offloaded import there_and_back
 from tests.support.pairs import slow
 
@@ -107,10 +111,10 @@ def train(plan, compiled=False, through_host=False):
     net.load_state_dict(whole.state_dict())
     for each in (net, plain):
         parallelize_module(each, mesh, PLANS[plan])
-    keep_local_parts(net, mesh)
+    replace_dtensors(net, mesh)
     for parameter in net.parameters():
         assert not isinstance(parameter, DTensor)
-        mark(parameter)
+        mark_deferrable(parameter)
     if compiled:
         net.compile(fullgraph=True, backend="aot_eager")
     PATCHES.enter(deferring_kernels, "cpu")
@@ -128,7 +132,7 @@ def train(plan, compiled=False, through_host=False):
         gradient, sharding = parameter.grad, sharding_of(parameter)
         if is_shard(parameter):
             gradient = gather_whole(gradient, sharding)
-        if has_gradient_in_parts(parameter):  # which ranks sum once a batch
+        if has_partial_gradient(parameter):  # which ranks sum once a batch
             dist.all_reduce(gradient)
         off.append((gradient - whole.get_parameter(name).grad).abs().max())
     shards = [name for name, parameter in net.named_parameters() if is_shard(parameter)]
@@ -230,7 +234,7 @@ def refusal(case):
     mesh, net = init_device_mesh("cpu", (1, 2), mesh_dim_names=names), Net()
     REFUSED[case][0](net, mesh["data_parallel"] if case == "fully_shard" else mesh)
     with pytest.raises(ValueError, match=REFUSED[case][1]):
-        keep_local_parts(net, mesh["tensor_parallel"])
+        replace_dtensors(net, mesh["tensor_parallel"])
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -260,7 +264,7 @@ def warnings_of(plan):
     logger = logging.getLogger(warn_once.__module__)
     logger.addHandler(handler)
     try:
-        with sharing_layers(module, mesh):
+        with sharding_layers(module, mesh):
             parallelize_module(module, mesh, plan)
     finally:
         logger.removeHandler(handler)

@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_pipeoffload.runtime.making import constructing, make_blueprint
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
-    absent_tensor_ranks,
-    keep_local_parts,
-    keeping_own_parts,
-    mesh_of_absent_ranks,
+    fake_process_group,
+    fake_tensor_mesh,
+    replace_dtensors,
+    sharding_without_scatter,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.shard_initialization import initializing_shards
 from lightning_pipeoffload.runtime.users_code import find_slots
@@ -63,15 +63,15 @@ def test_a_rank_has_its_shards_of_what_one_device_draws(on_meta):
     plain.configure_model()
     after, whole = torch.get_rng_state(), dict(plain.named_parameters())
     found = set()
-    with absent_tensor_ranks(2):
+    with fake_process_group(2):
         for stage in (0, 1):
             L.seed_everything(5, verbose=False)
-            module = make_part(Late(on_meta, mesh_of_absent_ranks(2)["tensor_parallel"]), stage)
+            module = make_part(Late(on_meta, fake_tensor_mesh(2)["tensor_parallel"]), stage)
             assert torch.equal(torch.get_rng_state(), after)
             for slot in find_slots(module):
                 sharding = sharding_of(slot.tensor)
                 expected = whole[slot.name]
-                part = expected if sharding is None else sharding.part(expected)
+                part = expected if sharding is None else sharding.local_shard_of(expected)
                 assert slot.tensor.shape == part.shape
                 assert (sharding is not None) == ("blocks" in slot.name)
                 if not isinstance(slot.tensor, ShapeOnly):
@@ -83,9 +83,9 @@ def test_a_rank_has_its_shards_of_what_one_device_draws(on_meta):
 
 def make_part(module, stage):
     def configure():
-        with initializing_shards(module), keeping_own_parts(have_equal_values=True):
+        with initializing_shards(module), sharding_without_scatter(have_equal_values=True):
             module.configure_model()
-        keep_local_parts(module, module.mesh)
+        replace_dtensors(module, module.mesh)
 
     blueprint = make_blueprint(module, configure, (0, 1))
     with constructing(module, blueprint, [stage], ["stage 0", "stage 1"]):

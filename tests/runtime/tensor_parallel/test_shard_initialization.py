@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_pipeoffload.runtime.shapes import RemoteTensor, sharding_of
-from lightning_pipeoffload.runtime.tensor_parallel import gather_whole, keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel import gather_whole, replace_dtensors
 from lightning_pipeoffload.runtime.tensor_parallel.shard_initialization import initializing_shards
 from lightning_pipeoffload.runtime.users_code import find_slots
 from tests.runtime.tensor_parallel.test_layers import Inner, mesh_of_two
@@ -34,7 +34,7 @@ def draw(kind):
     net = Inner()
     parallelize_module(net, mesh, PLAN)
     if kind != "DTensors":
-        keep_local_parts(net, mesh)
+        replace_dtensors(net, mesh)
     if kind == "of another stage":
         for slot in find_slots(net):
             slot.put(RemoteTensor.standing_for(slot, slot.name, torch.device("cpu")))
@@ -42,7 +42,7 @@ def draw(kind):
         initialize(net)
     is_alike = torch.equal(torch.rand(4), expected)
     if kind == "DTensors":
-        keep_local_parts(net, mesh)
+        replace_dtensors(net, mesh)
     if kind == "of another stage":
         return 0, is_alike
     off = [
@@ -61,7 +61,7 @@ def test_draws_into_shards_are_those_of_one_device(ranks, kind):
 def refusal():
     mesh, net = mesh_of_two(), Inner()
     parallelize_module(net, mesh, PLAN)
-    keep_local_parts(net, mesh)
+    replace_dtensors(net, mesh)
     with initializing_shards(net):
         with pytest.raises(ValueError, match=r"shape \(4,\) are drawn into a part of .* \(8, 4\)"):
             net.up.weight.data[0].normal_()

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code import original_class, subclass_like
 
 REGISTERED = []
 
@@ -31,7 +31,7 @@ def test_a_class_that_changes_its_subclasses_is_not_changed():
     assert type(block).__name__ == "Block"
     assert Block.forward is forward
     assert registered == REGISTERED
-    block.__class__ = own_class(block)
+    block.__class__ = original_class(block)
     assert type(block) is Block
 
 
@@ -49,4 +49,4 @@ def test_a_subclass_of_a_subclass_has_that_as_its_own():
     first = subclass_like(Block, {})
     block.__class__ = first
     block.__class__ = subclass_like(first, {})
-    assert own_class(block) is first
+    assert original_class(block) is first

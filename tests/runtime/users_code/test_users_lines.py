@@ -20,39 +20,39 @@ from lightning_pipeoffload.runtime.users_code import (
     AttributeWatch,
     StepPoint,
     WrappedHook,
-    calling_line,
     fingerprint,
     in_brackets,
-    is_opaque,
-    own_class,
+    is_library_object,
+    original_class,
+    restoring_attributes,
+    running_user_line,
     subclass_like,
-    unchanged,
     users_line,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     is_librarys_file,
-    is_users,
+    is_user_module,
     is_users_file,
 )
 
 
 def test_libraries_python_and_this_package_are_not_the_users_and_all_else_is():
     for module in (torch, L, random, lightning_pipeoffload, strategy):
-        assert not is_users(module.__name__)
+        assert not is_user_module(module.__name__)
         assert not is_users_file(module.__file__)
     for name in (__name__, "__main__"):
-        assert is_users(name)
+        assert is_user_module(name)
     for name in (__file__, "<ipython-input-3-0123456789ab>"):
         assert is_users_file(name)
-    assert not is_users("a.module.that.nobody.imported")
+    assert not is_user_module("a.module.that.nobody.imported")
     assert is_librarys_file(torch.__file__)
     assert is_librarys_file(strategy.__file__)
     assert not is_librarys_file(contextlib.__file__)  # Python is no library
 
 
 def test_what_libraries_have_for_themselves_is_not_looked_into():
-    assert all(map(is_opaque, (torch.Generator(), ValueError(), functools.partial(print))))
-    assert not any(map(is_opaque, (Meter(), SimpleNamespace())))
+    assert all(map(is_library_object, (torch.Generator(), ValueError(), functools.partial(print))))
+    assert not any(map(is_library_object, (Meter(), SimpleNamespace())))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_the_line_of_an_error_is_the_users(call, error):
 
 
 def test_the_line_that_calls_is_the_deepest():
-    found = calling_line()
-    assert found.endswith("found = calling_line()")
+    found = running_user_line()
+    assert found.endswith("found = running_user_line()")
     assert in_brackets(found) == f" ({found})"
     assert in_brackets("") == ""
 
@@ -91,7 +91,7 @@ def test_what_is_given_to_the_type_goes_to_the_class_it_stands_for(base):
     del type(second).word
     assert not hasattr(Plain, "word")
     assert isinstance(first, Plain)
-    assert own_class(first) is Plain
+    assert original_class(first) is Plain
 
 
 class Meter:
@@ -120,7 +120,7 @@ WRITES = [
 @pytest.mark.parametrize("write", WRITES)
 def test_a_run_without_values_leaves_all_as_it_was(write):
     module = Module()
-    with unchanged(module):
+    with restoring_attributes(module):
         write(module)
     assert (module.values, module.named, list(module.last)) == ([1], {"a": [1]}, [1])
     assert (module.meter.total, module.meter.history) == (0.0, [])
@@ -138,7 +138,7 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
     module = Module()
     module.mapping = Lazy(b=[1])
     watch = AttributeWatch(module)
-    with unchanged(module), watch.recording():
+    with restoring_attributes(module), watch.recording():
         module.values.append(2)
         module.total = 1
         watch.record_changes(StepPoint(0, is_in_block=False))
@@ -152,7 +152,7 @@ def test_a_metric_whose_hash_goes_by_its_state_is_one_object():
     module = Module()
     module.mean = MeanMetric()
     watch = AttributeWatch(module)
-    with unchanged(module) as written, watch.recording():
+    with restoring_attributes(module) as written, watch.recording():
         module.mean(torch.ones(2))
         module.mean.mean_value.add_(1)
         watch.record_changes(StepPoint(0, is_in_block=False))

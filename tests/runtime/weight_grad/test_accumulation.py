@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     add_product_to_grad,
     adds_in_float32,
     deferring_kernels,
-    mark,
+    mark_deferrable,
 )
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
@@ -97,7 +97,7 @@ def precision(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_w_allocates_nothing_and_rounds_once(one_pass, kernels, kind, immediate):
     linear = of_kind(kind, nn.Linear(32, 16, bias=False))
-    mark(linear.weight)
+    mark_deferrable(linear.weight)
     xs = torch.randn(3, 64, 32).bfloat16().requires_grad_()
     grads, found, allocated = torch.randn(3, 64, 16).bfloat16(), {}, {}
     for add in (add_product_to_grad, add_product_in_float32):

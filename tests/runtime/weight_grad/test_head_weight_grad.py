@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.runtime.cut import CutSettings
-from lightning_pipeoffload.runtime.measure import measure_shapes, with_head_in_b
+from lightning_pipeoffload.runtime.measure import measure_saved_memory, move_head_w_to_b
 from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 from lightning_pipeoffload.schedule import Costs
@@ -41,7 +41,7 @@ def test_nothing_of_the_head_waits_for_w(split):
         settings = CutSettings((0, 1), split=split, head_weight_grad=head)
         rank = Pipeline(module, 0, settings, CPU)
         (part,) = trace_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
-        found[head] = measure_shapes(rank, part)[-1], rank.cut.costs
+        found[head] = measure_saved_memory(rank, part)[-1], rank.cut.costs
         rank.detach()
     logits = 16 * 6 * 4096 * 8
     (waiting, costs), (at_once, after) = found["W"], found["B"]
@@ -55,7 +55,7 @@ def test_nothing_of_the_head_waits_for_w(split):
 
 def test_costs_of_segments_with_the_head_in_b_are_those_of_its_stage():
     segments = Costs(1, [2, 2, 2], [3, 3, 4], activation=5, weight_residue=[5, 5, 6])
-    found = with_head_in_b(segments, 3)
+    found = move_head_w_to_b(segments, 3)
     assert found.backward_input == (2, 2, 6)
     assert found.backward_weight == (3, 3, 0)
     assert found.weight_residue == (5, 5, 0)
@@ -63,13 +63,13 @@ def test_costs_of_segments_with_the_head_in_b_are_those_of_its_stage():
 
 def test_another_pipeline_of_the_module_has_no_marks_of_the_first():
     module, queue = Model(0), WeightGradQueue(has_at_once=True)
-    for head, is_at_once in (("B", True), ("W", False)):
+    for head, is_computed_in_b in (("B", True), ("W", False)):
         rank = Pipeline(module, 0, CutSettings((0,), head_weight_grad=head), CPU)
         trace_batch(rank, tokens(), 2, users_step(module.training_step), "train", 0)
-        assert queue.is_at_once((module.head.weight,)) == is_at_once
+        assert queue.is_computed_in_b((module.head.weight,)) == is_computed_in_b
         rank.detach()
 
 
 def test_a_weight_that_is_not_marked_waits():
     weight = torch.ones(2, 2, requires_grad=True)
-    assert not WeightGradQueue(has_at_once=True).is_at_once((weight, weight.t()))
+    assert not WeightGradQueue(has_at_once=True).is_computed_in_b((weight, weight.t()))

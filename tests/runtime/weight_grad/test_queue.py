@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     RegroupedWeightGrads,
     WeightGradQueue,
     deferring_kernels,
-    mark,
+    mark_deferrable,
 )
 from lightning_pipeoffload.runtime.weight_grad.kernels import _KERNELS
 from lightning_pipeoffload.runtime.weight_grad.queue import add_to_grad
@@ -151,7 +151,7 @@ def kernels():
 
 def mark_all(module):
     for parameter in module.parameters():
-        mark(parameter)
+        mark_deferrable(parameter)
     return module
 
 
@@ -388,7 +388,7 @@ def longest_hold(run):
 @pytest.mark.parametrize("trains", [True, False])
 def test_other_threads_run_python_during_an_operation(trains):
     weight, x = (torch.randn(1100, 1100).requires_grad_() for _ in range(2))
-    mark(weight, trains)
+    mark_deferrable(weight, trains)
     with WeightGradQueue():
         y = functional.linear(x, weight)
         passes = (
@@ -436,8 +436,8 @@ def test_what_is_compiled_after_kernels_were_removed_gets_gradients():
 
 def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
     linear = nn.Linear(4, 4)
-    mark(linear.weight)
-    mark(linear.bias)
+    mark_deferrable(linear.weight)
+    mark_deferrable(linear.bias)
     x, queue = torch.randn(2, 4, requires_grad=True), WeightGradQueue()
     with queue:
         output = linear(x)

@@ -14,9 +14,9 @@ from lightning_pipeoffload.schedule import (
     keep_microbatches,
     lower,
     offload_activations,
-    one_at_a_time,
     peak_memory,
-    postpone_weights,
+    postpone_weight_gradients,
+    serialize_microbatches,
     split_fused_backward,
     steady_period,
     tails,
@@ -57,7 +57,7 @@ ROWS = {
         "0F0 0F1 0B0 0B1 0W1 0W0 0REDUCE0\n1F0 1F1 1BW0 1BW1 1REDUCE1",
     ),
     "the last weights of a rank are grouped by stage": (
-        lambda plan: postpone_weights(plan, 1),
+        lambda plan: postpone_weight_gradients(plan, 1),
         "0F0 1F0 1B0 0B0 1W0 0W0 0F1 1F1 1B1 0B1 1W1 0W1",
         "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 1W0 1W1 0W0 0W1",
     ),
@@ -88,7 +88,7 @@ def test_passes_give_valid_plans_in_the_same_order_and_whichever_is_first(schedu
     fewer = keep_microbatches(schedule, 3)
     assert keep_microbatches(add_final_actions(schedule), 3) == add_final_actions(fewer)
     assert forward_only(reduced).final_kind is None
-    alone = one_at_a_time(schedule)
+    alone = serialize_microbatches(schedule)
     validate(alone)
     assert max(peak_memory(alone, Costs.unit())) == alone.num_chunks
 
@@ -147,7 +147,7 @@ def test_what_is_not_valid_is_not_lowered():
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_postponed_weights_take_memory_and_no_time(name, count):
     schedule, costs = build(name, 4, 8), Costs.unit()
-    postponed = postpone_weights(schedule, count)
+    postponed = postpone_weight_gradients(schedule, count)
     validate(postponed)
     per_rank = count * schedule.num_chunks
     assert steady_period(postponed, costs, False) == steady_period(schedule, costs, False)

@@ -9,9 +9,9 @@ from lightning_pipeoffload.schedule import (
     Action,
     Costs,
     build,
-    expected_during,
     forward_only,
     lower,
+    receives_to_post,
     recv_before,
 )
 from tests.support.plans import SHAPES
@@ -19,7 +19,7 @@ from tests.support.plans import SHAPES
 
 def test_a_receive_is_posted_with_the_action_during_which_it_is_sent():
     plan = lower(build("1f1b", 2, 3))
-    found = expected_during(plan, 0, Costs.unit())
+    found = receives_to_post(plan, 0, Costs.unit())
     told = {str(action): [*map(str, receives)] for action, receives in found.items()}
     # rank 0   F0 F1 .  BW0 BW0 F2 BW1 BW1 BW2
     # rank 1   .  F0 B0 W0  F1  B1 W1  F2  B2
@@ -32,7 +32,7 @@ def test_every_receive_is_expected_before_the_action_that_needs_it(name):
     for each in (plan, lower(forward_only(plan))):
         for rank, actions in enumerate(each):
             own = [action for action in actions if action.kind in COMPUTE]
-            found = expected_during(each, rank, Costs.unit())
+            found = receives_to_post(each, rank, Costs.unit())
             place = {r: own.index(action) for action in found for r in found[action]}
             assert place.keys() == {action for action in actions if action.kind in RECVS}
             for number, action in enumerate(own):

@@ -5,8 +5,8 @@ import pytest
 from lightning_pipeoffload.schedule import (
     Costs,
     ScheduleError,
-    accept,
     build,
+    check_schedule,
     families,
     simulate,
     steady_period,
@@ -19,7 +19,7 @@ COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 def solve(costs, limit, folder, seconds, num_ranks=2, num_microbatches=4, num_chunks=None):
     sizes, options = (num_ranks, num_microbatches, num_chunks), {"plan_cache": folder}
     plan = build("optpipe", *sizes, costs, limit, solver_seconds=seconds, **options)
-    accept(plan, costs, limit)
+    check_schedule(plan, costs, limit)
     return plan
 
 
@@ -44,9 +44,9 @@ def test_where_ranks_do_not_wait_between_steps_the_period_becomes_shorter():
     problem = PlanProblem(6, (0, 1, 2), costs, 34.0, has_barrier=False)
     family = best_of_families(problem)
     better = []
-    improvement = optpipe.Improvement(problem, family, better.append)
-    improvement.go_on(2.0)
-    accept(improvement.plan, costs, 34.0)
+    improvement = optpipe.PlanImprover(problem, family, better.append)
+    improvement.improve(2.0)
+    check_schedule(improvement.plan, costs, 34.0)
     periods = [steady_period(plan, costs, has_barrier=False) for plan in (family, *better)]
     assert periods == sorted(periods, reverse=True)
     assert improvement.seconds == periods[-1] < 0.99 * periods[0]
@@ -76,7 +76,7 @@ def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
     first = solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12)
     build_once = families._build_once
     build_once.cache_clear()
-    monkeypatch.setattr(optpipe.Improvement, "go_on", refuse_to_solve)
+    monkeypatch.setattr(optpipe.PlanImprover, "improve", refuse_to_solve)
     assert solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12) == first
     build_once.cache_clear()
     with pytest.raises(AssertionError, match="solved"):  # more time may find more
@@ -84,7 +84,7 @@ def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
 
 
 def test_where_a_family_is_at_the_bound_nothing_is_solved(tmp_path, monkeypatch):
-    monkeypatch.setattr(optpipe.Improvement, "go_on", refuse_to_solve)
+    monkeypatch.setattr(optpipe.PlanImprover, "improve", refuse_to_solve)
     plan = solve(COSTS, None, tmp_path, 60, num_ranks=4, num_microbatches=8)
     assert simulate(plan, COSTS).makespan == 725
     assert not list(tmp_path.iterdir())
