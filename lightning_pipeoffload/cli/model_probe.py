@@ -29,7 +29,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.runtime.cut import (
-    ANY_ROOM,
+    NO_MEMORY_LIMITS,
     BlockChain,
     CutSettings,
     SegmentCosts,
@@ -250,7 +250,7 @@ class ModelProbe:
         """Return the memory of stages, for the needs of segments."""
         limits = self._memory(placement)
         if not kept or not limits:
-            return ANY_ROOM
+            return NO_MEMORY_LIMITS
         sizes = needs.costs.per_stage("activation", len(needs.owned))
         owned = [sum(map(sum, segment.values())) for segment in needs.owned]
         return StageMemoryLimits(sizes, limits, kept, owned)
@@ -410,7 +410,7 @@ class ModelProbe:
         if key not in self._own_cuts:
             chain, costs = self._sizes_of_blocks(settings.blocks)
             slowness: Sequence[float] = ()
-            room = ANY_ROOM
+            room = NO_MEMORY_LIMITS
             if isinstance(settings.split, str):  # counts that are given are of any devices
                 slowness = self._slowness(placement)
                 room = StageMemoryLimits.of_parameters(costs.parameters, self._memory(placement))

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut import ANY_ROOM, Stage, StageMemoryLimits
+from lightning_pipeoffload.runtime.cut import NO_MEMORY_LIMITS, Stage, StageMemoryLimits
 from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     costs_of_stages,
@@ -79,7 +79,7 @@ class CutCosts:
     def _room(self, option: PlanOption, costs: Costs) -> StageMemoryLimits:
         """Return the memory of stages by an option's cut; see :class:`PlanOption`."""
         if not option.num_kept or self.limits is None:
-            return ANY_ROOM
+            return NO_MEMORY_LIMITS
         placement = option.placement(self._num_ranks)
         places = device_indices(placement)
         limits = [

@@ -1,7 +1,7 @@
 """One rank of a pipeline in torch: cuts the user's module into stages and executes a plan."""
 
+from .active_settings import ACTIVE_SETTINGS
 from .contexts import NOTHING, combine_contexts, without_garbage_collection
-from .in_force import IN_FORCE
 from .late_values import is_on_accelerator, start_reading
 from .leaves import (
     leaves_of,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.weight_grad import (
     BatchedProduct,
     Convolution,
@@ -49,7 +49,7 @@ class SharedCasts:
 @contextmanager
 def sharing_compiled_casts() -> Iterator[None]:
     """Share the casts of weights between the microbatches within the context."""
-    with IN_FORCE.during(SharedCasts()):
+    with ACTIVE_SETTINGS.during(SharedCasts()):
         yield
 
 
@@ -68,7 +68,7 @@ class WeightSource:
         """Compute the weight from the region's inputs, in autograd's graph."""
         weight: Tensor = inputs[self.index]
         if self.dtype is not None:
-            casts = IN_FORCE.latest(SharedCasts)
+            casts = ACTIVE_SETTINGS.latest(SharedCasts)
             weight = weight.to(self.dtype) if casts is None else casts.cast_of(weight, self.dtype)
         for view in self.views:
             weight = view(weight)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.compiled.products import WeightSource
 from lightning_pipeoffload.runtime.compiled.split_graph import (
     ProductInput,
@@ -41,13 +41,13 @@ class _RegionReached(BaseException):
 
 
 def stop_if_compiling_ahead() -> None:
-    if IN_FORCE.latest(_CompilingAhead) is not None:
+    if ACTIVE_SETTINGS.latest(_CompilingAhead) is not None:
         raise _RegionReached
 
 
 def stopping_if_compiling_ahead(region: Region) -> Region:
     """Return a region that ends the block's run instead of running, if compiled ahead."""
-    if IN_FORCE.latest(_CompilingAhead) is None:
+    if ACTIVE_SETTINGS.latest(_CompilingAhead) is None:
         return region
 
     @wraps(region)
@@ -62,7 +62,7 @@ def stopping_if_compiling_ahead(region: Region) -> Region:
 def compiling_ahead() -> Iterator[None]:
     """Compile the first region called within the context, as in training, and skip the rest."""
     try:
-        with IN_FORCE.during(_CompilingAhead()), WeightGradQueue(), torch.enable_grad():
+        with ACTIVE_SETTINGS.during(_CompilingAhead()), WeightGradQueue(), torch.enable_grad():
             yield
     except _RegionReached:
         pass

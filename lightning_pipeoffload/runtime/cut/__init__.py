@@ -31,7 +31,7 @@ from .checks import (
 from .device_reads import ReadObserver, ReadPlace
 from .loss_terms import Terms
 from .partition import (
-    ANY_ROOM,
+    NO_MEMORY_LIMITS,
     Cut,
     CutSettings,
     SegmentCosts,

@@ -68,9 +68,9 @@ class StageMemoryLimits:
 
     @classmethod
     def of_parameters(cls, counts: Sequence[int], memory: Sequence[float]) -> StageMemoryLimits:
-        """Return the room for parameters that train, by the bytes of each stage's device."""
+        """Return the memory for parameters that train, by the bytes of each stage's device."""
         if not memory:
-            return ANY_ROOM
+            return NO_MEMORY_LIMITS
         return cls([_BYTES_OF_PARAMETER * count for count in counts], memory)
 
     @cached_property
@@ -88,7 +88,7 @@ class StageMemoryLimits:
         return (self.kept[stage] if self.kept else 1) * sizes + once <= self.limits[stage]
 
 
-ANY_ROOM = StageMemoryLimits((), ())
+NO_MEMORY_LIMITS = StageMemoryLimits((), ())
 
 # The weight of parameters relative to time: decides where times are equal or unknown.
 _PARAMETER_SHARE = 1e-3
@@ -237,7 +237,7 @@ def cut(
     stage_ranks: Sequence[int],
     split: str | Sequence[int] = "auto",
     slowness: Sequence[float] = (),
-    room: StageMemoryLimits = ANY_ROOM,
+    memory_limits: StageMemoryLimits = NO_MEMORY_LIMITS,
 ) -> list[Stage]:
     """Cut the chain into stages.
 
@@ -251,7 +251,7 @@ def cut(
             blocks; or the number of blocks of each stage, of the last perhaps 0.
         slowness: The time of a block on each stage's rank, as a multiple of the fastest rank's;
             (): all ranks are alike.
-        room: The memory of stages, which ``split="auto"`` keeps if any cut does.
+        memory_limits: The memory of stages, which ``split="auto"`` keeps if any cut does.
 
     Raises:
         ValueError: There are fewer blocks than stages, the sum of ``split`` is wrong, or ``split``
@@ -266,7 +266,7 @@ def cut(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
-    ranks = _Ranks(stage_ranks, slowness or [1.0] * num_stages, room)
+    ranks = _Ranks(stage_ranks, slowness or [1.0] * num_stages, memory_limits)
     counts = _choose_block_counts(costs, num_blocks, ranks, split)
     together = counts if split == "auto" else _keep_together(counts, costs.inseparable)
     if split != "even" and together != counts:
@@ -285,14 +285,14 @@ class _Ranks:
 
     of_stages: Sequence[int]
     slowness: Sequence[float]
-    room: StageMemoryLimits
+    memory_limits: StageMemoryLimits
 
     @property
     def num_stages(self) -> int:
         return len(self.of_stages)
 
     def fits(self, stage: int, start: int, end: int) -> bool:
-        return not self.room.limits or self.room.fits(stage, start, end)
+        return not self.memory_limits.limits or self.memory_limits.fits(stage, start, end)
 
 
 def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
@@ -329,8 +329,10 @@ def _choose_block_counts(
         parts, sent = _weights(costs), _weights_of_cuts(costs.sent, num_blocks)
         weights = [*parts[:-2], parts[-2] + parts[-1]]  # what follows the last block is with it
         heaviest, best = _balance(weights, sent, ranks, costs.impossible)
-        if not best and ranks.room.limits:
-            return _choose_block_counts(costs, num_blocks, replace(ranks, room=ANY_ROOM), split)
+        if not best and ranks.memory_limits.limits:
+            return _choose_block_counts(
+                costs, num_blocks, replace(ranks, memory_limits=NO_MEMORY_LIMITS), split
+            )
         if not best:  # a check says why
             return _balance(weights, sent, ranks, frozenset())[1]
         if len(set(ranks.of_stages)) < num_stages:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime import (
-    IN_FORCE,
+    ACTIVE_SETTINGS,
     BlockOutput,
     leaves_of,
     without_garbage_collection,
@@ -276,10 +276,10 @@ class StepTrace:
             for observer in self._observers:
                 stack.enter_context(observer.recording())
             stack.enter_context(
-                IN_FORCE.during(StepRules(self._observe, self._assume, self._drops_write))
+                ACTIVE_SETTINGS.during(StepRules(self._observe, self._assume, self._drops_write))
             )
             chunks = ChunkCallbacks(self.around_loss_chunks, self._samples.record_weights_of_chunks)
-            stack.enter_context(IN_FORCE.during(chunks))
+            stack.enter_context(ACTIVE_SETTINGS.during(chunks))
             stack.enter_context(self._values)
             stack.enter_context(_Operations(self._run_operation))
             yield

@@ -193,8 +193,8 @@ class _BlueprintRun(RegisteredParameters):
         if all(index < self.num_found for index in registered.values()):
             return None
         chain, segments, costs = costs_of_sizes(self._module, blocks)
-        room = StageMemoryLimits.of_parameters(costs.parameters, memory)
-        stages = cut(chain, costs, stage_ranks, split, slowness, room)
+        memory_limits = StageMemoryLimits.of_parameters(costs.parameters, memory)
+        stages = cut(chain, costs, stage_ranks, split, slowness, memory_limits)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,

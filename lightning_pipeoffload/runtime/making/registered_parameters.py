@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_pipeoffload.runtime import IN_FORCE, forked_randomness, replaced
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS, forked_randomness, replaced
 from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     ShapeOnly,
@@ -135,7 +135,11 @@ class RegisteredParameters:
                 stack.enter_context(replaced(kind, "__deepcopy__", copy))
             stack.enter_context(replaced(Tensor, "_make_subclass", make_subclass))
             stack.callback(self._freed.trim_heap)
-            with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), trunc_normal_on_shapes():
+            with (
+                ACTIVE_SETTINGS.during(self.rules),
+                _MarkingEmptyMemory(),
+                trunc_normal_on_shapes(),
+            ):
                 yield
 
     def index_of(self, parameter: Tensor) -> int | None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lightning_pipeoffload.runtime.comm import Transport
 from lightning_pipeoffload.runtime.cut import (
-    ANY_ROOM,
+    NO_MEMORY_LIMITS,
     CutSettings,
     Stage,
     StageMemoryLimits,
@@ -529,11 +529,11 @@ def cut_by_costs(
     placement: Sequence[int],
     split: str | Sequence[int],
     slowness: Sequence[float] = (),
-    room: StageMemoryLimits = ANY_ROOM,
+    memory_limits: StageMemoryLimits = NO_MEMORY_LIMITS,
 ) -> list[Stage]:
     """Cut the chain so that the measured times of its segments are balanced.
 
-    ``slowness`` and ``room`` are as for :func:`.cut`.
+    ``slowness`` and ``memory_limits`` are as for :func:`.cut`.
 
     Raises:
         ScheduleError: There are too few blocks, or ``split`` has another number of stages.
@@ -550,7 +550,7 @@ def cut_by_costs(
         parameters=(0,) * num_segments,
     )
     try:
-        return cut(pipeline.chain, costs, placement, split, slowness, room)
+        return cut(pipeline.chain, costs, placement, split, slowness, memory_limits)
     except ValueError as error:
         raise ScheduleError(str(error)) from None
 

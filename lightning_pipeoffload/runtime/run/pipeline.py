@@ -424,8 +424,8 @@ class Pipeline:
             self.settings.split,
             self.settings.slowness,
         )
-        room = StageMemoryLimits.of_parameters(costs.parameters, self.settings.memory)
-        stages = cut(self.chain, costs, ranks, split, slowness, room)
+        memory_limits = StageMemoryLimits.of_parameters(costs.parameters, self.settings.memory)
+        stages = cut(self.chain, costs, ranks, split, slowness, memory_limits)
         self.cut = Cut(self.chain, stages, costs, slowness)
 
     def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:

@@ -21,7 +21,7 @@ from torch.backends.cuda import (
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.shapes import storage_key
 from lightning_pipeoffload.runtime.weight_grad import (
@@ -68,7 +68,7 @@ class BlockOnSlice:
         """Run the block; in a backward again, for ``recompute="full"``."""
         self._num_attentions, self._around = 0, _checkpoint_state()
         try:
-            with IN_FORCE.during(self):
+            with ACTIVE_SETTINGS.during(self):
                 output = block(*args, **kwargs)
         finally:
             self._around = None  # a checkpoint's hooks hold this object
@@ -236,7 +236,7 @@ def _attention(original: Original) -> Callable[..., Tensor]:
         def plain(*args: Any, **kwargs: Any) -> Tensor:
             return original(keys, *args, **kwargs)
 
-        running = IN_FORCE.latest(BlockOnSlice)
+        running = ACTIVE_SETTINGS.latest(BlockOnSlice)
         options["dropout_p"] = dropout_p
         if running is None:
             return plain(query, key, value, attn_mask, is_causal=is_causal, **options)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.runtime import IN_FORCE, value_of
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS, value_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code import Slot
@@ -119,7 +119,7 @@ def _refuse_packed(slot: Slot) -> None:
 def quantize_shape(shape: Any, weight: Any) -> None:
     """Set a shape to the packed shape and state that quantizing ``weight`` would produce."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
-    with IN_FORCE.during(StepRules()):  # outside of a step a mean, of scales, is refused
+    with ACTIVE_SETTINGS.during(StepRules()):  # outside of a step a mean, of scales, is refused
         packed, state = bitsandbytes.functional.quantize_4bit(
             ShapeOnly(shape.meta.contiguous(), shape.device, shape.origins),
             blocksize=weight.blocksize,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 
 
 class ValueNeededError(BaseException):
@@ -88,7 +88,7 @@ class StepRules:
 
 
 _OUTSIDE = StepRules()
-RULES = IN_FORCE.stack(StepRules)
+RULES = ACTIVE_SETTINGS.stack(StepRules)
 """The rules in force are the last; empty outside of steps. Read directly at each operation."""
 
 

@@ -19,7 +19,7 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor
 from torch._guards import TracingContext  # private: what is being compiled
 
-from lightning_pipeoffload.runtime import IN_FORCE, NOTHING, replaced, tensors_in
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS, NOTHING, replaced, tensors_in
 from lightning_pipeoffload.runtime.cut import StageExit
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.recomputed_block import RecomputedCall
@@ -53,7 +53,7 @@ class CheckpointChecker:
 
     def wrapping(self) -> AbstractContextManager[None]:
         """Return the context in which functions that are checkpointed are wrapped."""
-        return IN_FORCE.during(self)
+        return ACTIVE_SETTINGS.during(self)
 
 
 class _CheckedFunction:
@@ -204,7 +204,7 @@ def _reentrant_forward(
 
 def _find_replayer() -> CheckpointChecker | None:
     # While something is compiled its checkpoints have no values.
-    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointChecker)
+    return None if TracingContext.try_get() else ACTIVE_SETTINGS.latest(CheckpointChecker)
 
 
 def is_repeatable(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime import IN_FORCE, replaced
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS, replaced
 from lightning_pipeoffload.runtime.cut import ReadPlace
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 
@@ -41,7 +41,7 @@ class ReadCachePass(StagePass):
         self._segment: int | None = 0
         self._counts: dict[ReadPlace, int] = {}
         self._thread = get_ident()
-        with IN_FORCE.during(self):
+        with ACTIVE_SETTINGS.during(self):
             return super().run()
 
     @override
@@ -82,7 +82,7 @@ def caching_reads() -> Iterator[None]:
 
 def _cached(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def read(tensor: Tensor) -> Any:
-        running = IN_FORCE.latest(ReadCachePass)
+        running = ACTIVE_SETTINGS.latest(ReadCachePass)
         if running is None or type(tensor) is not Tensor:
             return plain(tensor)
         return running.read(tensor, plain)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime import (
-    IN_FORCE,
+    ACTIVE_SETTINGS,
     NOTHING,
     BlockOutput,
     combine_contexts,
@@ -345,7 +345,7 @@ class StagePass:
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockOutput:
         hidden = self._context.tensors.hiding(self._context.chain.block_name(index))
-        dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
+        dropping = ACTIVE_SETTINGS.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), force_eager(), hidden, dropping, self._looking_into(index):
             result = self._context.chain.plain_calls[index](*args, **kwargs)
         return output if output.is_template else BlockOutput.of(result)

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.weight_grad.kernels import is_deferrable
 from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, trains_parameters
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
@@ -37,7 +37,7 @@ _NAME = "chunked_loss"
 
 @dataclass(frozen=True)
 class ChunkCallbacks:
-    """Callbacks of a trace or a measurement for the chunks of an F or a B; see ``in_force``.
+    """Callbacks of a trace or a measurement for the chunks of an F or a B; see ``ACTIVE_SETTINGS``.
 
     Attributes:
         context: Returns a context for the chunks.
@@ -177,7 +177,7 @@ def _mean_divisor(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
     counted = targets != ignored
     if weight is None:
         return counted.sum()
-    around = IN_FORCE.latest(ChunkCallbacks)
+    around = ACTIVE_SETTINGS.latest(ChunkCallbacks)
     if around is not None:
         around.record_class_weights()
     return (weight[targets.where(counted, 0)] * counted).sum()
@@ -273,7 +273,7 @@ def _run_with(head: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _around_chunks() -> AbstractContextManager[Any]:
-    around = IN_FORCE.latest(ChunkCallbacks)
+    around = ACTIVE_SETTINGS.latest(ChunkCallbacks)
     return nullcontext() if around is None else around.context()
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.shapes import storage_key
 
 _AT_ONCE = "_pipeoffload_at_once"
@@ -195,7 +195,7 @@ def _accumulate_kept(
     call.accumulate(fetch_x(), fetch_grad(), add_product)
 
 
-QUEUES = IN_FORCE.stack(WeightGradQueue)
+QUEUES = ACTIVE_SETTINGS.stack(WeightGradQueue)
 """The queue in force is the last; empty outside of F and B. Read directly once a product."""
 
 

@@ -275,8 +275,8 @@ def test_a_slow_rank_has_fewer_blocks(costs, ranks, slowness, counts):
     ],
 )
 def test_stages_have_no_more_than_there_is_room_for(ranks, limits, more, counts):
-    room = StageMemoryLimits([1] * 8 + [0], limits, *more)
-    assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), ranks, room=room)) == counts
+    memory = StageMemoryLimits([1] * 8 + [0], limits, *more)
+    assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), ranks, memory_limits=memory)) == counts
 
 
 REFUSED = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.shapes import EVERYTHING, NO_ALARM, ShapeOnly, StepRules
 
 FINITE = {
@@ -28,13 +28,13 @@ FINITE = {
 def test_values_are_finite(check, assumed):
     values = ShapeOnly.like(torch.ones(3, 4), "a block")
     rules = StepRules(observe=lambda *_: None, assume_value=lambda: assumed)
-    with IN_FORCE.during(rules):
+    with ACTIVE_SETTINGS.during(rules):
         assert FINITE[check](values)
 
 
 def test_what_is_written_is_no_outcome_any_more():
     rules = StepRules(observe=lambda *_: None, assume_value=lambda: EVERYTHING)
-    with IN_FORCE.during(rules):
+    with ACTIVE_SETTINGS.during(rules):
         mask = torch.isnan(ShapeOnly.like(torch.ones(3), "a block"))
         mask |= ShapeOnly.like(torch.ones(3, dtype=torch.bool), "another")
         assert mask.all()

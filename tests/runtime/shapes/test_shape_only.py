@@ -4,7 +4,7 @@ from torch import nn
 from torch.cuda import _sanitizer
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import ACTIVE_SETTINGS
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     StepRules,
@@ -67,9 +67,9 @@ def test_what_is_remembered_of_an_operation_is_its_shape_alone():
 
 def test_what_is_remembered_is_refused_in_a_hook_and_told_to_observers():
     seen = []
-    with IN_FORCE.during(StepRules()):
+    with ACTIVE_SETTINGS.during(StepRules()):
         assert shapes(2).sum().dim() == 0
-    with IN_FORCE.during(StepRules(observe=lambda func, args, result: seen.append(func))):
+    with ACTIVE_SETTINGS.during(StepRules(observe=lambda func, args, result: seen.append(func))):
         shapes(2).sum()
     assert seen == [torch.ops.aten.sum.default]
     with pytest.raises(ValueNeededError, match="sum"):
@@ -110,7 +110,7 @@ def test_what_is_made_anew_is_real():
 
 def test_writes_into_chosen_tensors_are_dropped():
     running, other = torch.zeros(2), torch.zeros(2)
-    with IN_FORCE.during(StepRules(drop=lambda tensor: tensor is running)):
+    with ACTIVE_SETTINGS.during(StepRules(drop=lambda tensor: tensor is running)):
         running.add_(shapes(2))
         with pytest.raises(ValueNeededError):
             other.add_(shapes(2))
@@ -121,7 +121,7 @@ def test_writes_into_chosen_tensors_are_dropped():
 
 def test_running_statistics_are_not_updated_from_shapes():
     norm = torch.nn.BatchNorm1d(3)
-    with IN_FORCE.during(StepRules(drop=lambda tensor: True)):
+    with ACTIVE_SETTINGS.during(StepRules(drop=lambda tensor: True)):
         assert norm(shapes(2, 3)).shape == (2, 3)
     assert norm.running_mean.tolist() == [0, 0, 0]
 
@@ -137,7 +137,7 @@ def test_dropout_advances_the_generator():
 
 def test_results_that_are_observed_share_memory_only_with_what_they_view():
     weight = ShapeOnly.like(torch.ones(2, 3), "w")
-    with IN_FORCE.during(StepRules(lambda *operation: None)):
+    with ACTIVE_SETTINGS.during(StepRules(lambda *operation: None)):
         first, second = weight.sum(1), weight.sum(1)
         moments = torch.native_layer_norm(weight, [3], None, None, 1e-5)
         view = torch.ops.aten._unsafe_view.default(first, [1, 2])  # which its schema denies
@@ -173,7 +173,7 @@ def test_an_rnn_does_not_lay_out_weights_that_are_not_there(monkeypatch):
 
 def test_a_probe_draws_no_numbers():
     found, before = shapes(2, 3), torch.get_rng_state()
-    with IN_FORCE.during(StepRules(lambda *seen: None)):
+    with ACTIVE_SETTINGS.during(StepRules(lambda *seen: None)):
         torch.native_dropout(found, 0.5, True)
     assert torch.equal(torch.get_rng_state(), before)
     torch.native_dropout(found, 0.5, True)

@@ -2,7 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_pipeoffload.runtime.in_force import ActiveSettings
+from lightning_pipeoffload.runtime.active_settings import ActiveSettings
 
 
 def test_the_latest_of_a_kind_holds_in_all_threads_until_it_ends_or_fails():

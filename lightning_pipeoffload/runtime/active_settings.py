@@ -55,5 +55,5 @@ class ActiveSettings:
             settings.pop()
 
 
-IN_FORCE = ActiveSettings()
+ACTIVE_SETTINGS = ActiveSettings()
 """The settings of this process."""
