@@ -50,7 +50,7 @@ from lightning_pipeoffload.runtime.shapes import has_partial_gradient, is_shard,
 from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
     replace_dtensors,
-    waiting_for_collectives,
+    synchronous_collectives,
 )
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
@@ -181,7 +181,7 @@ class Case:
         if self._engine is ours:
             PATCHES.enter(deferring_kernels, "cpu")
             PATCHES.enter(splitting_regions)
-            PATCHES.enter(waiting_for_collectives, torch.device("cpu"))
+            PATCHES.enter(synchronous_collectives, torch.device("cpu"))
         else:
             PATCHES.close()
 

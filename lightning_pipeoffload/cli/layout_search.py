@@ -65,7 +65,7 @@ SHOWN = 1.2
 _QUICK = ("1f1b", "zb_h1", "zb_v")
 
 
-class _Effort(NamedTuple):
+class _SearchScope(NamedTuple):
     """How a layout is planned: with which schedules, and whether with copies.
 
     A whole one has all schedules, and tries both orders of ranks.
@@ -79,20 +79,20 @@ class _Effort(NamedTuple):
         return len(self.recipes) == len(FAMILIES)
 
 
-_WHOLE = _Effort(FAMILIES)
-_ALONE = _Effort({name: FAMILIES[name] for name in _QUICK}, copies=False)
+_WHOLE = _SearchScope(FAMILIES)
+_ALONE = _SearchScope({name: FAMILIES[name] for name in _QUICK}, copies=False)
 # The search of zb_v takes seconds where there are many ranks and microbatches. A tenth of it tells
 # which layouts are near the fastest.
 _SHORT_ZB_V = replace(FAMILIES["zb_v"], fixed_options={"num_actions": 60_000})
-_SHORTLY = _Effort({**_ALONE.recipes, "zb_v": _SHORT_ZB_V}, copies=False)
+_SHORTLY = _SearchScope({**_ALONE.recipes, "zb_v": _SHORT_ZB_V}, copies=False)
 _SMALL = (_ALONE, _WHOLE)
 # Of large layouts, with copies those that keep least, then others that are soon built.
 _LARGE = (
-    _Effort({name: FAMILIES[name] for name in ("1f1b", "gis_h")}),
-    _Effort({name: FAMILIES[name] for name in ("gis", "gis_h", "zb")}, copies=False),
+    _SearchScope({name: FAMILIES[name] for name in ("1f1b", "gis_h")}),
+    _SearchScope({name: FAMILIES[name] for name in ("gis", "gis_h", "zb")}, copies=False),
 )
 # Of a large layout whose schedule is given.
-_LARGE_BY_NAME = (_Effort({**FAMILIES, "zb_v": _SHORT_ZB_V}),)
+_LARGE_BY_NAME = (_SearchScope({**FAMILIES, "zb_v": _SHORT_ZB_V}),)
 # Where twice as many tensor ranks take so many times as long as fewer, even more are not tried:
 # they would wait even longer for each other.
 _SLOWER = 1.1
@@ -414,21 +414,21 @@ class LayoutSearch:
             return [planned for planned in in_full if planned is not None]
         places = self._plan_quickly(planners, times)
         for place in places:
-            for effort in self._efforts(place):
+            for scope in self._scopes(place):
                 # zb_v is searched in full even if it gains little.
-                most = self._best * (1.0 if effort is _ALONE else _WORTH_A_PLAN)
-                if (place.work if effort.copies else place.least) > most:
+                most = self._best * (1.0 if scope is _ALONE else _WORTH_A_PLAN)
+                if (place.work if scope.copies else place.least) > most:
                     self._left_out[str(place.layout)] = _NOT_FASTER
                     continue
                 self._prefix_progress(place.layout)
-                candidate = self._plan(place, most, effort)
+                candidate = self._plan(place, most, scope)
                 if candidate is not None:
                     self._planned[place.layout] = candidate
             self._mark_decided(place.layout)
         self._beginning = ""
         return self._select_shown()
 
-    def _efforts(self, place: LayoutToPlan) -> tuple[_Effort, ...]:
+    def _scopes(self, place: LayoutToPlan) -> tuple[_SearchScope, ...]:
         if not place.is_large:
             return _SMALL
         return _LARGE if self._schedule == "auto" else _LARGE_BY_NAME
@@ -542,13 +542,13 @@ class LayoutSearch:
         return places
 
     def _plan(
-        self, place: LayoutToPlan, omits_above: float, effort: _Effort
+        self, place: LayoutToPlan, omits_above: float, scope: _SearchScope
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
         best: PlannedLayout | None = None
         layout, reason = place.layout, ""
         orders = self._rank_orders_to_try(place.planners[0], layout)[
-            : None if effort.is_whole else 1
+            : None if scope.is_whole else 1
         ]
         for planner in place.planners:
             if best is not None and not best.plan.is_limited_by_memory:
@@ -557,7 +557,7 @@ class LayoutSearch:
                 changed = replace(planner.settings, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
-                    candidate = self._plan_of(planner.with_settings(changed), layout, least, effort)
+                    candidate = self._plan_of(planner.with_settings(changed), layout, least, scope)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
@@ -574,16 +574,16 @@ class LayoutSearch:
         planner: ModelPlanner,
         layout: Layout,
         omits_above: float | None,
-        effort: _Effort,
+        scope: _SearchScope,
     ) -> PlannedLayout:
-        plan, needs = planner.plan(self._request(planner, layout, effort, omits_above))
+        plan, needs = planner.plan(self._request(planner, layout, scope, omits_above))
         return PlannedLayout(planner, plan, needs)
 
     def _request(
         self,
         planner: ModelPlanner,
         layout: Layout,
-        effort: _Effort,
+        scope: _SearchScope,
         omits_above: float | None = inf,
     ) -> PlanRequest:
         """Return the request for a layout's plans.
@@ -595,13 +595,13 @@ class LayoutSearch:
         wanted = planner.options(self._schedule, counts, self._recomputes, self._num_slices)
         if self._schedule == "auto" and omits_above is not None:
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
-        if self._schedule == "auto" and not effort.is_whole:
+        if self._schedule == "auto" and not scope.is_whole:
             head = settings.head_weight_grad_choices[0]
             quick = [option for option in wanted if option.head_weight_grad == head]
-            wanted = [option for option in quick if option.schedule in effort.recipes] or quick
-        if not effort.copies and settings.offload == "auto":
+            wanted = [option for option in quick if option.schedule in scope.recipes] or quick
+        if not scope.copies and settings.offload == "auto":
             planner = planner.with_settings(replace(settings, offload="none"))
-        more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **effort.recipes}}
+        more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **scope.recipes}}
         return planner.request(wanted, layout.num_ranks, **more)
 
     def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:

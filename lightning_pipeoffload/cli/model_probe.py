@@ -281,7 +281,7 @@ class ModelProbe:
     ) -> list[tuple[str, tuple[MemoryNeeds, list[int]]]]:
         """Return the needs with each block as a stage, as far as the step can be traced so."""
         found: list[tuple[str, tuple[MemoryNeeds, list[int]]]] = []
-        places = self._representative_blocks(chain)
+        places = self._representative_per_block(chain)
         container = container_of(self._module, chain.names) if places else None
         if container is not None:
             names = chain.names[: max(places) + 1]
@@ -298,12 +298,12 @@ class ModelProbe:
                     found.append((recompute, (needs, self._num_parameters)))
         return found
 
-    def _representative_blocks(self, chain: BlockChain) -> list[int]:
+    def _representative_per_block(self, chain: BlockChain) -> list[int]:
         """Return where each block has its like if few are traced; empty: all of them are."""
         rows = [] if self._like is None else self._like._rows_of_blocks(len(chain))
         if not rows:
             return []
-        places = representative_blocks([*zip(rows, classes_by_structure(chain), strict=True)])
+        places = representative_per_block([*zip(rows, classes_by_structure(chain), strict=True)])
         return places if max(places) + 1 < len(chain) else []
 
     def _repeated(
@@ -459,7 +459,7 @@ class ModelProbe:
         return all(map(may_step_by_bucket, optimizers)), ""
 
 
-def representative_blocks(kinds: Sequence[Any]) -> list[int]:
+def representative_per_block(kinds: Sequence[Any]) -> list[int]:
     """Return for each block the place of one of its kind among the blocks that stay.
 
     Three stay of each run of one kind: the first also makes what all of them save.

@@ -130,7 +130,7 @@ class BatchEndExchange:
     def compare_remaining(self) -> None:
         """Compare what is not compared yet, after the last batch."""
         self._flush()
-        self._split.loss_weights.check()
+        self._split.loss_weights.check_last_batch()
 
     def end_training(self) -> None:
         """Save and requeue if that is still to be done, after the last batch."""

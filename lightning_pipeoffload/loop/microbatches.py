@@ -84,7 +84,7 @@ class MicrobatchWeights:
         if self._weight == "samples":
             self.total = sum(sizes)
             return [size / self.total for size in sizes]
-        self.check()
+        self.check_last_batch()
         shares, self.total, self._check = weigh_parts(self._weigh(are_packed), parts)
         return shares
 
@@ -98,7 +98,7 @@ class MicrobatchWeights:
     def _drops_first(self) -> bool:
         return drops_first_label(self._module)
 
-    def check(self) -> None:
+    def check_last_batch(self) -> None:
         """Check the last batch's weights that were on an accelerator; raises a ValueError."""
         self._check()
 

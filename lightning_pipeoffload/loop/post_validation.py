@@ -158,7 +158,7 @@ class PostValidation:
         if self._is_watched:
             self._validate_now()
         else:
-            self._snapshot.save_again()  # hooks have run since the loss scale was taken out
+            self._snapshot.save_if_changed()  # hooks have run since the loss scale was taken out
             self._start_sum()
 
     def _validate_now(self) -> None:

@@ -91,7 +91,7 @@ class OptimizerSnapshot:
         gradients = self._gradients_now()
         self._gradients.save(gradients if self._changes_gradients else [], on_host)
 
-    def save_again(self) -> None:
+    def save_if_changed(self) -> None:
         """Save again what hooks have changed since."""
         if not _are_same(self._versions, self._versions_now()) or not _are_same(
             [(p, 0) for p in self._stepping], [(p, 0) for p in self._parameters_now()]

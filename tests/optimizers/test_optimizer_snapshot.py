@@ -115,7 +115,7 @@ def test_gradients_that_a_hook_has_written_since_are_kept():
     snapshot.save()
     halve(parameters[:2])
     parameters[2].grad = None
-    snapshot.save_again()
+    snapshot.save_if_changed()
     before = [p.grad.clone() for p in parameters[:2]]
     optimizer.step()
     snapshot.record_step_changes()

@@ -158,7 +158,7 @@ class SplitGraph:
 def split_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> SplitGraph | None:
     """Return a rewritten copy of dynamo's graph; None if no weight gradient in it may wait."""
     splitting = _Splitting(module, inputs)
-    splitting.replace_products()
+    splitting.rewire_deferrable_products()
     return splitting.finish() if splitting.products else None
 
 
@@ -179,7 +179,7 @@ class _Splitting:
         self._zeros: list[Tensor] = []
         self.products: list[SplitProduct] = []
 
-    def replace_products(self) -> None:
+    def rewire_deferrable_products(self) -> None:
         finder = WeightFinder(self._placeholders, self._inputs)
         candidates = [find_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)

@@ -197,7 +197,7 @@ class StepRecords:
         shapes, flag_values = key
         self._flags.setdefault(shapes, {})[flag_values] = record.flags
         if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
-            self.record_run(record)
+            self.mark_as_run(record)
         self.by_key[key, sizes] = record
         if len(self.by_key) > _MOST_RECORDS:
             self._drop_oldest()
@@ -214,7 +214,7 @@ class StepRecords:
         if has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
-    def record_run(self, record: StepRecord) -> None:
+    def mark_as_run(self, record: StepRecord) -> None:
         """Record that a batch with microbatches of this record is cut to run."""
         self._running.add(record)
 
@@ -251,7 +251,7 @@ class StepRecords:
         key = next(key for key, each in self.by_key.items() if each is record)
         self.by_key[key] = complete
         if self.has_run(record):
-            self.record_run(complete)
+            self.mark_as_run(complete)
         for families in self._families.values():
             for family in families.values():
                 family.replace(record, complete)

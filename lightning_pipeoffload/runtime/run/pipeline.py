@@ -63,7 +63,7 @@ from lightning_pipeoffload.runtime.step import (
 from lightning_pipeoffload.runtime.tensor_parallel import (
     ShardDraws,
     initializing_shards,
-    waiting_for_collectives,
+    synchronous_collectives,
 )
 from lightning_pipeoffload.runtime.users_code import Slot, UsersStep, find_slots
 from lightning_pipeoffload.runtime.weight_grad import (
@@ -344,7 +344,7 @@ class Pipeline:
         PATCHES.enter(trunc_normal_on_shapes)
         PATCHES.enter(pad_packed_on_shapes)
         if self._group is not None and self._group.num_tensor_ranks > 1:
-            PATCHES.enter(waiting_for_collectives, self.device)
+            PATCHES.enter(synchronous_collectives, self.device)
             PATCHES.enter(initializing_shards)
         _attached.add(self)
 

@@ -82,5 +82,5 @@ def trace_microbatches(
         check_shared_weights(shared)
     for each in microbatches:
         if each.is_new:
-            pipeline.records.record_run(each.record)
+            pipeline.records.mark_as_run(each.record)
     return microbatches

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.runtime.comm import MESH_DIMENSIONS, clear_dtensor_caches
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import waiting_for_collectives
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import synchronous_collectives
 
 _CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def fake_process_group(num_tensor_ranks: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_tensor_ranks)
     try:
-        with waiting_for_collectives(_CPU):
+        with synchronous_collectives(_CPU):
             yield
     finally:
         dist.destroy_process_group()

@@ -65,7 +65,7 @@ def collectives_through_host(device_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for_collectives(device: torch.device) -> Iterator[None]:
+def synchronous_collectives(device: torch.device) -> Iterator[None]:
     """Wait for collectives where they are called, within the context."""
     by_host = collectives_through_host(device.type) if goes_through_host(device) else nullcontext()
     with by_host, replaced(functional, "_maybe_wrap_tensor", _wait):

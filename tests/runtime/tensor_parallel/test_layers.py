@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
     replace_dtensors,
     sharding_layers,
-    waiting_for_collectives,
+    synchronous_collectives,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import collectives_through_host
 from lightning_pipeoffload.runtime.weight_grad import (
@@ -119,7 +119,7 @@ def train(plan, compiled=False, through_host=False):
         net.compile(fullgraph=True, backend="aot_eager")
     PATCHES.enter(deferring_kernels, "cpu")
     PATCHES.enter(splitting_regions)
-    PATCHES.enter(waiting_for_collectives, torch.device("cpu"))
+    PATCHES.enter(synchronous_collectives, torch.device("cpu"))
     if through_host:
         PATCHES.enter(collectives_through_host, "cpu")
     try:
