@@ -34,7 +34,7 @@ class _OtherNames(MetaPathFinder, Loader):
         self._in_use = in_use
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        name = self._name_in_use(fullname)
+        name = self._canonical_name(fullname)
         spec = importlib.util.find_spec(name) if name else None
         if spec is None:
             return None
@@ -43,7 +43,7 @@ class _OtherNames(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         _refuse_two_versions()
-        module = importlib.import_module(self._name_in_use(spec.name))
+        module = importlib.import_module(self._canonical_name(spec.name))
         spec.loader_state = module.__spec__
         return module
 
@@ -51,7 +51,7 @@ class _OtherNames(MetaPathFinder, Loader):
         # importlib has replaced the spec by that of the other name.
         module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr]
 
-    def _name_in_use(self, name: str) -> str:
+    def _canonical_name(self, name: str) -> str:
         for other, in_use in self._in_use.items():
             if f"{name}.".startswith(f"{other}."):
                 return in_use + name.removeprefix(other)
@@ -72,7 +72,7 @@ def _refuse_two_versions() -> None:
         )
 
 
-def _serve_both_names() -> None:
+def _install_alias_finder() -> None:
     """Install the finder.
 
     Raises:
@@ -91,4 +91,4 @@ def _serve_both_names() -> None:
     sys.meta_path.insert(0, _OtherNames(_STANDALONE if standalone else in_use))
 
 
-_serve_both_names()
+_install_alias_finder()

@@ -19,7 +19,7 @@ from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
 from lightning_pipeoffload.cli.plan_output import picture_of_steps, print_answer
 from lightning_pipeoffload.pictures import PictureFile
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
-from lightning_pipeoffload.schedule import ScheduleError, check_sizes
+from lightning_pipeoffload.schedule import ScheduleError, check_positive_integers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -54,7 +54,7 @@ def plan(config: DictConfig) -> None:
                 f"{name} ({config[name]}) counts only with a device; add device=h100 and "
                 f"model=NAME, or leave it out"
             )
-    _check_mixture(config)
+    _check_device_list(config)
     _check_devices(config)
     _check_tensor_ranks(config)
     if config.device is not None or config.get("model") is not None:
@@ -98,7 +98,7 @@ def _check_devices(config: DictConfig) -> None:
                     f"devices of each machine, or leave it out"
                 )
         return
-    check_sizes(devices=config.devices, num_nodes=config.num_nodes)
+    check_positive_integers(devices=config.devices, num_nodes=config.num_nodes)
     seconds = config.seconds
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and 0 < seconds < inf):
@@ -116,7 +116,7 @@ def _check_devices(config: DictConfig) -> None:
         )
 
 
-def _check_mixture(config: DictConfig) -> None:
+def _check_device_list(config: DictConfig) -> None:
     """Check the arguments of a list of devices."""
     if config.device is None or isinstance(config.device, (str, int)):
         return
@@ -143,7 +143,7 @@ def _check_tensor_ranks(config: DictConfig) -> None:
     size = config.tensor_parallel_size
     if size == "auto":  # with devices
         return
-    check_sizes(tensor_parallel_size=size)
+    check_positive_integers(tensor_parallel_size=size)
     if size > 1 and config.get("model") is None:
         raise ScheduleError(
             f"tensor_parallel_size ({size}) is for a model, whose layers it divides: add "

@@ -40,7 +40,7 @@ from lightning_pipeoffload.checkpoints import (
 )
 from lightning_pipeoffload.loop import (
     Fit,
-    ModelInParts,
+    PartedModuleBuilder,
     Split,
     check_run,
     refuse_hooks_reading_shards,
@@ -189,7 +189,7 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
     _loaded = ResumeState()  # of the last checkpoint
     _masters: MasterWeights | None = None
     _split: Split | None = None
-    _making: ModelInParts  # from setup_environment on
+    _making: PartedModuleBuilder  # from setup_environment on
     _fit: Fit | None = None
     _recalled: _RunSummary | None = None  # in an interpreter that has forked the ranks
 
@@ -397,13 +397,13 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         if self._split is not None and self._split.pipeline.module is not model:
-            self._forget_module()
+            self._discard_split()
 
-    def _forget_changed_module(self) -> None:
+    def _discard_split_if_changed(self) -> None:
         if self._split is not None and not self._split.pipeline.tensors.has_same_layers:
-            self._forget_module()
+            self._discard_split()
 
-    def _forget_module(self) -> None:
+    def _discard_split(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
         self._split, self._masters = None, self._make_master_weights()
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -411,10 +411,10 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._forget_changed_module()
+        self._discard_split_if_changed()
         self._masters = self._masters or self._make_master_weights()
         run = self._module, self.group, self.settings
-        self._making = ModelInParts(*run, self.precision_plugin, self._is_fitting)
+        self._making = PartedModuleBuilder(*run, self.precision_plugin, self._is_fitting)
         self._after_hooks.callback(self._making.release_copies)
 
     def _make_master_weights(self) -> MasterWeights | None:
@@ -427,11 +427,11 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
         if self.settings.tensor_parallel_size > 1 and self._is_fitting:
             refuse_hooks_reading_shards(self._trainer)
         explaining = refusing_sharded_layers(self.settings.tensor_parallel_size)
-        with explaining, self._making.making(self._split is None):
+        with explaining, self._making.running_configure_model(self._split is None):
             yield
-        if self._making.is_made:
-            self._forget_module()
-        self._forget_changed_module()
+        if self._making.has_parts:
+            self._discard_split()
+        self._discard_split_if_changed()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -440,8 +440,8 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        entry = self._next_entry()
-        split = self._enter_split()
+        entry = self._next_resume_state()
+        split = self._make_or_attach_split()
         self._continued = entry._replace(first_batch=split.cutter.first_batch)
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         run = trainer, split, self.processes, self.cluster_environment, self._making
@@ -453,13 +453,13 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
             refuse_differences(self._settings_to_compare(split), self.group.world.host_group)
         self.setup_precision_plugin()
 
-    def _next_entry(self) -> ResumeState:
+    def _next_resume_state(self) -> ResumeState:
         """Return what an entry begins with: a seed that is drawn, or that of a resumed fit."""
-        self.agree_on_randomness()
+        self.broadcast_random_state()
         with forked_randomness():  # the user's generators give what they give on one device
             return self._continued.next(draw_seed(), self._resume_state)
 
-    def _enter_split(self) -> Split:
+    def _make_or_attach_split(self) -> Split:
         """Cut the module, or return to the cut of an entry before."""
         split = self._split
         if split is not None:
@@ -471,14 +471,14 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
                 self.settings,
                 self.root_device,
                 self.num_processes,
-                self._making.pop_parts(),
+                self._making.pop_parted_module(),
                 self._masters,
                 lambda: self.optimizers,
             )
             self._making.update_copies()
         self._at_end.callback(split.leave)
         if self._resume_state is not None:
-            split.cutter.resume(self._resume_state.first_batch)
+            split.cutter.restore_first_batch(self._resume_state.first_batch)
         return split
 
     def _settings_to_compare(self, split: Split) -> dict[str, str]:
@@ -513,7 +513,7 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
 
     @override
     def on_train_start(self) -> None:
-        self.fit.start_training()
+        self.fit.configure_step_sync()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -554,8 +554,8 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
             self._continued = self._continued._replace(read=read or self._continued.read)
 
     @override
-    def _end_after_common_error(self, is_of_all: bool) -> None:
-        super()._end_after_common_error(is_of_all)
+    def _end_if_common_error(self, is_of_all: bool) -> None:
+        super()._end_if_common_error(is_of_all)
         connector = self._trainer._logger_connector
         if isinstance(connector, SharedMetricsConnector):
             connector.abandon()
@@ -599,7 +599,7 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
             for optimizer in self.optimizers:
                 read_stored_states(optimizer)
             if self._masters is not None:
-                self._masters.read()
+                self._masters.read_loaded_values()
         io = None if self._save_distributed_checkpoint else self.checkpoint_io
         write_checkpoint(checkpoint, filepath, self.group, io, storage_options)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import build, load_package, run_hydra_app
 from lightning_pipeoffload.cli.job_folders import (
-    is_job_of_sweep,
     name_folder_by_slurm_step,
     removing_unused_folder,
     run_job_in_subprocess,
+    runs_in_sweeper_process,
 )
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -35,7 +35,7 @@ def train(config: DictConfig) -> None:
         RuntimeError: A ValueError was raised later, in training.
         SweepJobError: A job of a sweep failed.
     """
-    if is_job_of_sweep():
+    if runs_in_sweeper_process():
         run_job_in_subprocess("lightning_pipeoffload.train")
         return
     load_package()
@@ -89,12 +89,12 @@ def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
     except ValueError as error:
         if trainer.global_step and not isinstance(error, ScheduleError):
             raise RuntimeError(f"training failed after {trainer.global_step} steps") from error
-        if not trainer.is_global_zero and _starts_its_ranks(trainer):
+        if not trainer.is_global_zero and _lightning_launches_ranks(trainer):
             raise SystemExit(2) from error
         raise
 
 
-def _starts_its_ranks(trainer: Trainer) -> bool:
+def _lightning_launches_ranks(trainer: Trainer) -> bool:
     from lightning.fabric.plugins.environments.lightning import (  # noqa: PLC0415 - as above
         LightningEnvironment,
     )

@@ -75,13 +75,13 @@ class AllThatMayCome(OpenReceives):
         self._num_sent += 1
         self._post_all()
 
-    def begin(self, action):
+    def post_expected_receives(self, action):
         pass
 
     def mark_reached(self, receive):
         self._post_all()
 
-    def receives_up_to(self, receive):
+    def pop_receives_up_to(self, receive):
         yield receive
 
     def _post_all(self):

@@ -347,7 +347,7 @@ def test_what_a_pipeline_puts_its_own_in_place_of_takes_these_arguments(owner, n
 def test_every_method_that_is_replaced_is_listed():
     patches = ast.parse((PACKAGE / "loop" / "lightning_patches.py").read_text())
     calls = [node for node in ast.walk(patches) if isinstance(node, ast.Call)]
-    replacing = [c for c in calls if getattr(c.func, "id", "") in ("replace", "_replace_until")]
+    replacing = [c for c in calls if getattr(c.func, "id", "") in ("replace", "_patch_method")]
     found = {each.value for c in replacing for each in c.args if isinstance(each, ast.Constant)}
     assert found <= {name for _, name, _ in REPLACED}
     assert len(found) == 12

@@ -33,8 +33,8 @@ from examples.benchmarks.memory import KEEP_NOTHING, MIB, Figures, fit, of_all_r
 from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.runtime.cut import CutSettings, SegmentCosts, Stage, cut
-from lightning_pipeoffload.runtime.making import making_shapes
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.making import making_parameter_shapes
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from lightning_pipeoffload.schedule import Costs, build, lower
 from lightning_pipeoffload.schedule.simulation import steady_period
 
@@ -152,13 +152,13 @@ def period_of(costs: SegmentCosts, stages: Sequence[Stage]) -> float:
 
 def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> Figures:
     """Return the busiest rank's share and the last rank's activations, by shapes alone."""
-    with making_shapes():
+    with making_parameter_shapes():
         module = LanguageModel(make().bfloat16(), num_chunks)
     settings = CutSettings((*range(NUM_RANKS),), head_weight_grad=head_weight_grad)
     pipeline = Pipeline(module, 0, settings, torch.device("cpu"))
     tokens = torch.zeros(1, 256 if is_small else TOKENS, dtype=torch.long)
     step = lambda part, _: module.training_step(part, 0)  # noqa: E731
-    (part,) = trace_batch(pipeline, tokens, 1, step, "train", 0)
+    (part,) = split_into_microbatches(pipeline, tokens, 1, step, "train", 0)
     costs = pipeline.cut.segment_costs
     whole = replace(costs, impossible=costs.impossible | {len(pipeline.chain)})
     busiest, periods = [], []

@@ -63,8 +63,8 @@ from examples.benchmarks.torch_pipeline import (
     csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.run import trace_batch
-from lightning_pipeoffload.runtime.step import set_plan_indices
+from lightning_pipeoffload.runtime.run import split_into_microbatches
+from lightning_pipeoffload.runtime.step import set_indices_and_weights
 from lightning_pipeoffload.runtime.users_code import StepCall
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.simulation import steady_period
@@ -169,9 +169,11 @@ class BareLoop:
     def step(self) -> None:
         """Train on one batch."""
         self._optimizer.zero_grad()
-        slices = trace_batch(self._pipeline, self._batch, 1, self._call, "training_step", seed=0)
+        slices = split_into_microbatches(
+            self._pipeline, self._batch, 1, self._call, "training_step", seed=0
+        )
         weights = [1 / self._num_microbatches] * self._num_microbatches
-        self._executor.run(self._plan, set_plan_indices(slices, weights))
+        self._executor.run(self._plan, set_indices_and_weights(slices, weights))
         self._optimizer.step()
 
     def _call(self, part: Tensor, call: StepCall) -> Any:

@@ -29,7 +29,7 @@ from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts
-from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.step import Microbatch, sharing_casts
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, build, lower, simulate
 
@@ -470,7 +470,7 @@ def _rehearse(
     def cut_batch(count: int) -> list[Microbatch]:
         text = torch.randint(_VOCABULARY, (count, size.sequence), device=device)
         step = module.model
-        return trace_batch(
+        return split_into_microbatches(
             pipeline, text, 1, lambda part, _: step(input_ids=part, labels=part).loss, "train", 0
         )
 
@@ -480,7 +480,7 @@ def _rehearse(
             own = rehearsal.measure_stages(build("zb_v", _NUM_RANKS, _NUM_RANKS), _NO_COPIES)
             costs = _costs(size, schedule, own)
             plan = lower(schedule)
-            rehearsal.memory.forget_peaks()
+            rehearsal.memory.reset_peaks()
             seconds = rehearsal.run(plan, costs, 1)
     finally:
         pipeline.detach()

@@ -39,8 +39,8 @@ from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.runtime.comm import ProcessGroupTransport, RankMesh
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
-from lightning_pipeoffload.runtime.run import Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import set_plan_indices
+from lightning_pipeoffload.runtime.run import Executor, Pipeline, split_into_microbatches
+from lightning_pipeoffload.runtime.step import set_indices_and_weights
 from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, serialize_microbatches
 
 NUM_MICROBATCHES = 4
@@ -127,7 +127,7 @@ def gradients_of_rank(
     memory = offloading_memory(device)
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(device), memory)
     for measures, step in ((True, serialize_microbatches(schedule)), (False, plan)):
-        slices = trace_batch(
+        slices = split_into_microbatches(
             pipeline, batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
         )
         if not pipeline.committed:
@@ -137,7 +137,7 @@ def gradients_of_rank(
         memory.set_measure_all(measures)
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
-            executor.run(lower(step), set_plan_indices(slices, weights))
+            executor.run(lower(step), set_indices_and_weights(slices, weights))
     owned = pipeline.tensors.local_tensors().items()
     return {name: t.grad for name, t in owned if t.grad is not None}
 

@@ -63,7 +63,7 @@ def _run(layer: Layer, x: Tensor, grad: Tensor, count: int) -> tuple[float, floa
         outputs.append(BlockOnSlice("the layer", 0, part, earlier).run(layer, given))
     between = synchronized_time()
     for part, output in zip(slices[::-1], outputs[::-1], strict=True):
-        edges, gradients = earlier.pop_gradient_edges(part)
+        edges, gradients = earlier.pop_edges_and_gradients(part)
         torch.autograd.backward((output, *edges), (part.cut(grad, (1,)), *gradients))
     return between - started, synchronized_time() - between
 

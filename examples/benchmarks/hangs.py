@@ -215,7 +215,7 @@ class ModelTransport(ProcessGroupTransport):
         return BufferRing(CPU)
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
-        pipeline, rank = self._mesh.pipeline, self._mesh.rank
+        pipeline, rank = self._mesh.pipeline_index, self._mesh.rank
         own = [edge for edge in sorted(self._edges) if rank in edge]
         found = {edge: EdgeGroup(self._host, (pipeline, *edge)) for edge in own}
         return {edge: found.get(edge) for edge in self._edges}
@@ -303,7 +303,7 @@ class ModelStage:
             self._kept[microbatch.index] = saved
         if keep:
             self.in_flight[microbatch.index] = SimpleNamespace(store=store)
-            self.memories[0].measure_forward(store)
+            self.memories[0].measure_forward_if_due(store)
         return [torch.empty(1)]
 
     def backward(self, microbatch: Any, gradients: list[Tensor], fused: bool) -> list[Tensor]:
@@ -316,7 +316,7 @@ class ModelStage:
                 gradient = store.keep_until_w(torch.empty(2))
                 self._kept[microbatch.index] = for_w, gradient
             del for_w
-        self.memories[0].measure_backward(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
+        self.memories[0].measure_backward_if_due(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
         return [] if self.is_first else [torch.empty(1)]
 
     def backward_weight(self, microbatch: Any) -> None:
@@ -329,7 +329,7 @@ class ModelStage:
         for microbatch in microbatches:
             self.backward_weight(microbatch)
 
-    def free(self, microbatch: Any) -> None:
+    def drop_microbatch(self, microbatch: Any) -> None:
         """Drop its state."""
         del self.in_flight[microbatch.index]
 
@@ -463,7 +463,7 @@ class Variant:
                 host.wait_for_device("the memory of plans, which is taken")
                 host.has_memory = self.takes_memory
             runs.start(step_plan, microbatches, reduces)
-            runs.expect(step_plan[mesh.rank])
+            runs.expect_messages(step_plan[mesh.rank])
             host.is_in_plan = True  # from the first action on, before which memory is reserved
             for action in step_plan[mesh.rank]:
                 runs.execute(action)
@@ -480,7 +480,7 @@ class Variant:
         groups = [("tied weights' gradients", ends)] if self.ties_weights else []
         for what, ranks in [*groups, ("the norm", {*range(self.num_ranks)})]:
             if mesh.rank in ranks and len(ranks) > 1:
-                meets = what, mesh.pipeline, host.step
+                meets = what, mesh.pipeline_index, host.step
                 Work(host, host.start_together(what, what, meets, len(ranks)), what).wait()
         if self.num_tensor_ranks > 1:
             SharedLayers(host, mesh).compute(f"the norm of step {host.step}")

@@ -27,8 +27,13 @@ from lightning_pipeoffload.cli.rehearsal import AbsentNeighbours
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer, CopyLanes
 from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
-from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import set_plan_indices
+from lightning_pipeoffload.runtime.run import (
+    ActivationMemory,
+    Executor,
+    Pipeline,
+    split_into_microbatches,
+)
+from lightning_pipeoffload.runtime.step import set_indices_and_weights
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -110,8 +115,10 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     stage_ranks = tuple(plan.rank_of(stage) for stage in range(plan.num_stages))
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
-    slices = trace_batch(pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0)
-    microbatches = set_plan_indices(slices)
+    slices = split_into_microbatches(
+        pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0
+    )
+    microbatches = set_indices_and_weights(slices)
     pipeline.commit()
     transport = AbsentNeighbours(plan, 0, costs, CPU)
     executor = Executor(0, pipeline.stages, transport, ActionTimer(CPU), memory)

@@ -49,14 +49,14 @@ from lightning_pipeoffload.runtime.memory import (
     HostMemoryError,
     OffloadSettings,
 )
-from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     build,
     estimated_copy_ratio,
-    layer_flops,
+    layer_train_flops,
     lower,
     offload_activations,
     simulate,
@@ -154,7 +154,9 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
 
     def cut_batch(count: int) -> list[Microbatch]:
         tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
-        return trace_batch(pipeline, tokens, 1, lambda part, _: model.step(part), "train", 0)
+        return split_into_microbatches(
+            pipeline, tokens, 1, lambda part, _: model.step(part), "train", 0
+        )
 
     budget = HostBudget.share_of_machine(1)
     if budget is not None and budget.num_bytes < size.least_host_bytes:
@@ -213,7 +215,7 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
         timeline = simulate(plan, costs)
         promised = timeline.peak_memory[size.rank], timeline.span[size.rank]
         line = Line(size, variant, stage, _formula(size, stage, speed), *promised)
-        rehearsal.memory.forget_peaks()
+        rehearsal.memory.reset_peaks()
         _reset_peak()
         line = replace(line, step_seconds=rehearsal.run(plan, costs, num_steps))
     except (torch.OutOfMemoryError, HostMemoryError) as error:
@@ -253,7 +255,7 @@ def _schedule(size: Size, variant: Variant, costs: Costs) -> Schedule:
 
 
 def _formula(size: Size, stage: StageCosts, speed: CopySpeed) -> float:
-    compute_rate = layer_flops(size.hidden, size.sequence) / _computing(stage)
+    compute_rate = layer_train_flops(size.hidden, size.sequence) / _computing(stage)
     copy_rate = 2 / (1 / speed.to_host + 1 / speed.to_device)
     return estimated_copy_ratio(size.hidden, size.sequence, compute_rate, copy_rate)
 

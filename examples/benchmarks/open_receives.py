@@ -65,10 +65,10 @@ def enqueued(plan: Schedule, rank: int, expected: Expected) -> Iterator[Operatio
             yield Operation("send", recv_of(action))
             receives.count_send()
         elif action.kind in COMPUTE:
-            receives.begin(action)
+            receives.post_expected_receives(action)
             yield from post()
             for receive in (
-                receives.receives_up_to(needed) if needed and needed not in taken else ()
+                receives.pop_receives_up_to(needed) if needed and needed not in taken else ()
             ):
                 yield from post()
                 taken.add(receive)

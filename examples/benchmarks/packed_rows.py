@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import islice, repeat
 
 from lightning_pipeoffload import PackedRowsSampler
-from lightning_pipeoffload.cli.minibatch_balance import draw_lengths
+from lightning_pipeoffload.cli.minibatch_balance import sample_lengths
 from lightning_pipeoffload.schedule import Kind, Schedule, build, replay
 from lightning_pipeoffload.texts.packing import COSTS
 
@@ -58,9 +58,9 @@ def ratios(plan: Schedule, kind: str, texts_per_microbatch: int) -> list[float]:
     num, (mean, longest) = plan.num_microbatches, TEXTS[kind]
     rows = []
     for seed in range(NUM_BATCHES):
-        lengths = draw_lengths(num * texts_per_microbatch, mean, 1.0, longest, seed)
+        lengths = sample_lengths(num * texts_per_microbatch, mean, 1.0, longest, seed)
         rows.append([_ratio(plan, way(lengths, num), lengths) for way in (padded, by_length)])
-    lengths = draw_lengths(200 * num, mean, 1.0, longest, 0)
+    lengths = sample_lengths(200 * num, mean, 1.0, longest, 0)
     sampler = PackedRowsSampler(lengths, num, longest, cost=COST)
     for row, batch in zip(rows, islice(sampler, NUM_BATCHES), strict=True):
         texts = [[lengths[index] for index in group] for group in batch.divide([*batch])]

@@ -32,7 +32,7 @@ from lightning_pipeoffload.pictures import (
     save_figure,
     to_measured_trace,
 )
-from lightning_pipeoffload.planning.report import print_timeline
+from lightning_pipeoffload.planning.report import print_timeline_paths
 from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule, seconds_text, share_text, simulate
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
@@ -91,7 +91,7 @@ class PipelineMonitor(Callback):
         if stage != "fit":
             return
         mine = (
-            self._files.obstacle() if trainer.is_global_zero else "",
+            self._files.write_error() if trainer.is_global_zero else "",
             trainer.log_every_n_steps if trainer.loggers else 0,  # type: ignore[attr-defined] # set at run time
             self._chosen,
         )
@@ -105,13 +105,13 @@ class PipelineMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = _strategy_of(trainer)
         self._timer = strategy.split.executor.timer
-        self._seen = next(reversed(self._timer.ended_after(None)), None)
+        self._seen = next(reversed(self._timer.kept_steps_after(None)), None)
         self._step = self._next_step(trainer.global_step)
         self._last: OptimizerStep | None = None
         self._waiting: deque[OptimizerStep] = deque()
         if self._log_every:
             index = trainer.callbacks.index(self)  # type: ignore[attr-defined] # set at run time
-            self._figures = _share_figures(strategy, f"monitor {index}")
+            self._figures = _open_rank_figures(strategy, f"monitor {index}")
 
     @override
     def on_train_batch_start(
@@ -141,18 +141,18 @@ class PipelineMonitor(Callback):
     ) -> None:
         strategy = _strategy_of(trainer)
         self._end_last_period(strategy.split.executor.timer)
-        self._see_plans()
+        self._collect_measured_plans()
         if self._counts:
             self._add_counts(strategy, pl_module)
         if trainer.global_step >= self._step.number:
             self._end_step(trainer, strategy)
-        self._send()
+        self._publish_ready_figures()
         self._log(trainer, strategy)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._see_plans()
+            self._collect_measured_plans()
             self._break_start = self._timer.now()
 
     @override
@@ -170,8 +170,8 @@ class PipelineMonitor(Callback):
             )
         if self._figures is not None:
             if self._last is not None:
-                self._wait_for(self._last)
-            self._send(wait=True)
+                self._enqueue_for_logging(self._last)
+            self._publish_ready_figures(wait=True)
             self._figures.close()
             self._log(trainer, _strategy_of(trainer))
             self._figures = None
@@ -196,19 +196,19 @@ class PipelineMonitor(Callback):
             (self._step if last is None else last).omit_period()
         if last is not None:
             last.end_period(self._first_plan(timer))
-            self._wait_for(last)
+            self._enqueue_for_logging(last)
 
     def _first_plan(self, timer: ActionTimer) -> TimedStep:
-        ended = timer.ended_after(self._seen)
+        ended = timer.kept_steps_after(self._seen)
         return ended[0] if ended else timer.current_step
 
-    def _wait_for(self, step: OptimizerStep) -> None:
+    def _enqueue_for_logging(self, step: OptimizerStep) -> None:
         if step.is_logged and step.plans:
             self._waiting.append(step)
 
-    def _see_plans(self) -> None:
+    def _collect_measured_plans(self) -> None:
         """Add the plans that were measured since the last call."""
-        for plan in self._timer.ended_after(self._seen):
+        for plan in self._timer.kept_steps_after(self._seen):
             self._seen = plan
             self._step.plans.append(plan)
 
@@ -240,9 +240,9 @@ class PipelineMonitor(Callback):
             measured, error = gathered
             written = self._files.write(step.number, measured, error, plan, costs)
             if written:
-                print_timeline(step.number, written, error)
+                print_timeline_paths(step.number, written, error)
 
-    def _send(self, wait: bool = False) -> None:
+    def _publish_ready_figures(self, wait: bool = False) -> None:
         """Send the figures that can be read; all if ``wait``."""
         while self._waiting and (wait or self._waiting[0].has_passed(self._timer)):
             step = self._waiting.popleft()
@@ -255,7 +255,7 @@ class PipelineMonitor(Callback):
         for step, ranks in self._figures.arrived():
             group = strategy.group
             figures = figures_to_log(
-                ranks, group.first_replica, strategy.split.pipeline.gradients.ranks
+                ranks, group.first_replica_ranks, strategy.split.pipeline.gradients.ranks
             )
             for logger in trainer.loggers:
                 logger.log_metrics(metrics=figures, step=step - 1)  # as Lightning counts
@@ -272,7 +272,7 @@ def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
     return strategy
 
 
-def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
+def _open_rank_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
     """Bring numbers to global rank 0: of replica 0, of roots, and of ranks with gradients."""
     group, store = strategy.group, strategy.processes.metrics_store
     return RankFigures(
@@ -280,8 +280,10 @@ def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
         HashStore() if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
         f"figures/{name}",
         strategy.global_rank,
-        sorted({*group.first_replica, *group.roots, *strategy.split.pipeline.gradients.ranks}),
-        strategy.processes.report_thread_failure,
+        sorted(
+            {*group.first_replica_ranks, *group.roots, *strategy.split.pipeline.gradients.ranks}
+        ),
+        strategy.processes.exit_for_thread_failure,
     )
 
 
@@ -305,7 +307,7 @@ class _TimelineFiles:
                     f"timeline ({path}) of a PipelineMonitor must end in .svg, .png or .json"
                 )
 
-    def obstacle(self) -> str:
+    def write_error(self) -> str:
         """Say why a file cannot be written; empty if all can."""
         for path in self.paths:
             if obstacle := picture_path_error(path):

@@ -17,8 +17,8 @@ The life of a value that is loaded, by every rank::
     2  on_load_checkpoint                      the user's hooks may read it, which reads the file
     3  load_model_state_dict                   is read into the module; once it is split, its own
     4  load_optimizer_state_dict               is put into the optimizer's state unread
-    5  MasterWeights.begin                     first batch: a master is read, where there is one
-    6  SplitState.read_optimizers              then: the states of its own parameters are read and
+    5  MasterWeights.make_loaded_masters       first batch: a master is read, where there is one
+    6  SplitState.read_stored_optimizer_states then: the states of its own parameters are read and
                                                moved to the device; the others have gone
 
 The stand-ins are these: ShapeOnly (saved, from 1 on), DeferredTensor (in torch.save on rank 0) and
@@ -26,7 +26,7 @@ StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """
 
 from .checkpoint import ResumeState, read_checkpoint, write_checkpoint
-from .file import existing_path
+from .file import path_or_backup
 from .folder import AtomicCheckpoints, PartWriter, refuse_remote_folder, write_checkpoint_folder
 from .load_weights import load_weights
 from .save_pretrained import save_pretrained

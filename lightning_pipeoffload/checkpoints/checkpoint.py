@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO, existing_path
+from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO, path_or_backup
 from lightning_pipeoffload.checkpoints.folder import (
     META_FILE,
     is_checkpoint_folder,
@@ -123,7 +123,7 @@ def read_checkpoint(
 
     ``fits`` says of a folder whether the optimizers' states are needed.
     """
-    folder = Path(existing_path(path))
+    folder = Path(path_or_backup(path))
     if not is_checkpoint_folder(folder):
         refuse_incomplete_folder(folder)
         return io.load_checkpoint(path, weights_only=weights_only)

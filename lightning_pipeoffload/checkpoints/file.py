@@ -75,11 +75,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = existing_path(path)
+        path = path_or_backup(path)
         with naming_damaged(path):
-            if map_location is None and not is_remote(path) and is_archive(path):
+            if map_location is None and not is_remote(path) and is_torch_zip(path):
                 return load_lazily(path, weights_only, _OF_RANKS)
-            return super().load_checkpoint(path, map_location or on_host, weights_only)
+            return super().load_checkpoint(path, map_location or map_to_host, weights_only)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -87,7 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
             return
         if os.path.lexists(path):
-            part = _new_part(Path(path))
+            part = _temporary_path(Path(path))
             os.rename(path, part)  # a folder goes file by file, and half of one is no checkpoint
             delete(part)
 
@@ -109,7 +109,7 @@ def naming_damaged(path: str | Path) -> Iterator[None]:
         raise RuntimeError(f"{path} is damaged, or not a whole file: {reason}") from error
 
 
-def is_archive(path: str | Path) -> bool:
+def is_torch_zip(path: str | Path) -> bool:
     """Return whether a file was written by ``torch.save``, in its format since torch 1.6."""
     if not Path(path).is_file():
         return False
@@ -136,7 +136,7 @@ def load_lazily(path: str | Path, weights_only: bool | None, is_later: re.Patter
             return to_stored_tensor(leaf)
         return deepcopy(leaf, copied)
 
-    mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+    mapped = torch.load(path, map_location=map_to_host, mmap=True, weights_only=weights_only)
     loaded = tree_map_with_path(load, mapped)
     return copy_state_dict_metadata(loaded, mapped) if isinstance(mapped, dict) else loaded
 
@@ -174,7 +174,7 @@ def _copy_and_release(mapped: Tensor) -> Tensor:
     return value
 
 
-def on_host(storage: Any, location: str) -> Any:
+def map_to_host(storage: Any, location: str) -> Any:
     """Load a storage to the host from any device, as a ``map_location``."""
     return storage
 
@@ -207,9 +207,9 @@ def replace_atomically(path: str | Path, folder: bool = False) -> Iterator[Path]
 
 def _create_locked_part(path: Path, folder: bool) -> tuple[Path, int | None]:
     while True:
-        part = _new_part(path)
+        part = _temporary_path(path)
         part.mkdir() if folder else part.touch()
-        lock = _lock(part, waits=True)
+        lock = _try_lock(part, waits=True)
         if part.exists():  # else a run that cleaned up has found it before it was locked
             return part, lock
         if lock is not None:
@@ -231,9 +231,9 @@ def _move_into_place(part: Path, path: Path) -> None:
     """Move a file or a folder to ``path``; at any moment the old or the new one is complete.
 
     Nothing is moved to the place of a folder with files, so that one is first renamed to a name
-    that :func:`existing_path` finds.
+    that :func:`path_or_backup` finds.
     """
-    _flush(part)
+    _fsync_files(part)
     if not os.path.lexists(path) or not (part.is_dir() or path.is_dir()):
         part.replace(path)
         delete(_backup_path(path))
@@ -245,7 +245,7 @@ def _move_into_place(part: Path, path: Path) -> None:
     delete(aside)
 
 
-def existing_path(path: str | Path) -> str | Path:
+def path_or_backup(path: str | Path) -> str | Path:
     """Return ``path``, or the name under which a kill during a move has left the checkpoint."""
     if is_remote(path) or os.path.lexists(path):
         return path
@@ -270,7 +270,7 @@ def delete_leftovers(folder: Path) -> None:
     """
     token = "[0-9a-f]" * _TOKEN_LENGTH
     for part in folder.glob(f"{_BEING_WRITTEN}.{token}.{token}{_PART}"):
-        lock = _lock(part)
+        lock = _try_lock(part)
         is_ours = part.name.split(".")[1] == _this_node()
         if (is_ours and lock is not None) or _idle_seconds(part) > _DEAD_SECONDS:
             delete(part)
@@ -287,7 +287,7 @@ def _idle_seconds(part: Path) -> float:
     return time.time() - max(times)
 
 
-def _new_part(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     # Without the checkpoint's name: Lightning searches names for hpc_ckpt_ and a number.
     token = secrets.token_hex(_TOKEN_LENGTH // 2)
     return path.with_name(f"{_BEING_WRITTEN}.{_this_node()}.{token}{_PART}")
@@ -309,7 +309,7 @@ def _backup_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.being-replaced{path.suffix}")
 
 
-def _lock(part: Path, waits: bool = False) -> int | None:
+def _try_lock(part: Path, waits: bool = False) -> int | None:
     """Lock an unfinished file; None if another process holds it, or there are no file locks.
 
     The lock ends with the process, even when it is killed.
@@ -331,7 +331,7 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def _flush(path: Path) -> None:
+def _fsync_files(path: Path) -> None:
     """Flush the file, or the folder's files, to the disk before the move."""
     for file in path.iterdir() if path.is_dir() else (path,):
         descriptor = os.open(file, os.O_RDONLY)

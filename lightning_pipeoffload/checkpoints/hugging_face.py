@@ -58,7 +58,7 @@ def convert_from_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
             converted[name] = weights[key]
         else:
             pieces.setdefault(name, []).append((key, pattern))
-    cached = _keep_last()
+    cached = _make_last_result_cache()
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     for name, parts in pieces.items():
         converted |= _convert_lazily(
@@ -94,7 +94,7 @@ def convert_to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     kept |= {names[name]: name for name in _tied_to(model) if name in names}
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
-    cached = _keep_last()
+    cached = _make_last_result_cache()
     together = _convert_lazily(revert, once, cached)
     converted: _Weights = {}
     for group in _find_groups(revert, once, _sizes(together)):
@@ -108,7 +108,7 @@ def _find_groups(
     expected: Mapping[str, torch.Size],
 ) -> Iterator[list[str]]:
     """Yield the smallest groups of weights that must be converted together, by submodule."""
-    left = {name: (_shape_of(tensor), name.split(".")) for name, tensor in weights.items()}
+    left = {name: (_empty_on_meta(tensor), name.split(".")) for name, tensor in weights.items()}
     for depth in range(max(len(parts) for _, parts in left.values()), -1, -1):
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, (_, parts) in left.items():
@@ -129,7 +129,7 @@ def _sizes(weights: _Weights) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in weights.items()}
 
 
-def _keep_last() -> _CachedCall:
+def _make_last_result_cache() -> _CachedCall:
     """Return a function that calls another one, and caches the last result.
 
     Results of one conversion are used one after the other.
@@ -146,7 +146,7 @@ def _convert_lazily(
     convert: Callable[[_Weights], _Weights], weights: _Weights, cached: _CachedCall
 ) -> _Weights:
     """Return the results of a conversion, which runs when one of them is used."""
-    shapes = convert({key: _shape_of(tensor) for key, tensor in weights.items()})
+    shapes = convert({key: _empty_on_meta(tensor) for key, tensor in weights.items()})
 
     def make() -> _Weights:
         return convert({key: value_of(tensor) for key, tensor in weights.items()})
@@ -157,5 +157,5 @@ def _convert_lazily(
     return {key: StoredTensor(shape, partial(value, key)) for key, shape in shapes.items()}
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
+def _empty_on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

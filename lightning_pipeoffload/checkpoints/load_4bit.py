@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_pipeoffload.runtime import value_of
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
-    full_shape,
     params4bit_arguments,
     read_shape_only_quant_state,
     read_state,
+    unpacked_shape,
 )
 from lightning_pipeoffload.runtime.users_code import Slot
 
@@ -47,10 +47,10 @@ def _shape_in(entries: Entries) -> tuple[int, ...]:
     return () if packed is None else (*unpack_tensor_to_dict(value_of(packed))["shape"],)
 
 
-def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
+def describe_shape_mismatch(slot: Slot, stored: Tensor, entries: Entries) -> str:
     """Describe how a stored weight's shape differs from a 4-bit weight's; "" if it does not."""
     there = _shape_in(entries) if entries else (*_transposed_for_conv1d(slot, stored).shape,)
-    here = (*full_shape(slot.tensor),)
+    here = (*unpacked_shape(slot.tensor),)
     return "" if there == here else f"of shape {there} in the files and of {here} here"
 
 

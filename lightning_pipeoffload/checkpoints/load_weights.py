@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.checkpoints.file import is_archive, load_lazily, to_stored_tensor
+from lightning_pipeoffload.checkpoints.file import is_torch_zip, load_lazily, to_stored_tensor
 from lightning_pipeoffload.checkpoints.folder import META_FILE, StoredFolder
 from lightning_pipeoffload.checkpoints.hugging_face import convert_from_hub, is_hugging_face
 from lightning_pipeoffload.checkpoints.load_4bit import (
     Entries,
-    explain_misfit,
+    describe_shape_mismatch,
     load_4bit,
     pop_quant_states,
 )
@@ -77,14 +77,14 @@ def load_weights(
     }
     pop_quant_states(tensors)
     entries = pop_quant_states(weights)
-    fit = _WeightAssignment(module, tensors, weights, entries, str(path))
+    fit = _WeightChecks(module, tensors, weights, entries, str(path))
     fit.refuse_other_model()
     fit.refuse_packed()
     fit.refuse_shapes()
     if strict:
         fit.refuse_missing()
         fit.refuse_unexpected()
-    fit.refuse_apart()
+    fit.refuse_differing_ties()
     device, freed = torch.get_default_device(), HeapTrimmer()
     slots: dict[int, list[Slot]] = {}
     for slot in find_slots(module):
@@ -150,7 +150,7 @@ def _new_name(key: str, mapping: KeyMapping | None) -> str | None:
     return key
 
 
-class _WeightAssignment:
+class _WeightChecks:
     """Assigns weights to a module, and refuses those that do not fit.
 
     Args:
@@ -204,7 +204,7 @@ class _WeightAssignment:
         for name in self.names:
             if is_4bit(self._tensors[name]):
                 entries = self._entries.get(name, {})
-                misfit = explain_misfit(slots[name], self._weights[name], entries)
+                misfit = describe_shape_mismatch(slots[name], self._weights[name], entries)
                 if misfit:
                     raise ValueError(f"the 4-bit weight {name} is {misfit}: {self._path}")
                 continue
@@ -241,7 +241,7 @@ class _WeightAssignment:
                 f"strict=False ignores them"
             )
 
-    def refuse_apart(self) -> None:
+    def refuse_differing_ties(self) -> None:
         """Refuse different values for one tied tensor."""
         first: dict[int, str] = {}
         for name in self.names:
@@ -329,7 +329,7 @@ def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
-    if not is_archive(path):
+    if not is_torch_zip(path):
         raise ValueError(
             f"{path} is no file of torch.save (the format since torch 1.6) and no {_SUFFIX}; "
             f"save it again with torch.save(state_dict, path)"

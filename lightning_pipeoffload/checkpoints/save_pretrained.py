@@ -138,7 +138,7 @@ def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
 def _write_shards(weights: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415 - comes with the extra "hf"
 
-    shards = list(_share_out(weights, max_bytes))
+    shards = list(_split_into_shards(weights, max_bytes))
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     for name, keys in zip(names, shards, strict=True):
         with replace_atomically(folder / name) as part:
@@ -159,7 +159,7 @@ def _shard_name(number: int, count: int) -> str:
     return WEIGHTS_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
 
 
-def _share_out(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
+def _split_into_shards(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
     """Yield the keys of each shard, in their order."""
     shard: list[str] = []
     size = 0

@@ -37,7 +37,7 @@ _DONE = -1
 _BUNDLE = 4 << 20  # bytes of small values that come together: each answer takes two messages
 
 
-def shapes_of(tree: Any, global_rank: int) -> Any:
+def to_shape_only(tree: Any, global_rank: int) -> Any:
     """Replace the tensors of a pytree with shapes, whose origins name ``global_rank``."""
     host = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def shapes_of(tree: Any, global_rank: int) -> Any:
 
 
 def picklable_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") -> dict[Any, Any]:
-    """Return what ``shapes_of`` does for whoever gets it by pickle, which takes a fifth as long."""
+    """Return the shapes of :func:`to_shape_only` for a pickle, made in a fifth of the time."""
     shapes: dict[Any, Any] = type(entries)()
     for key, value in entries.items():
         path = f"{name}.{key}" if name else str(key)
@@ -62,7 +62,7 @@ def picklable_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") 
             origin = f"{path} (on global rank {global_rank})"
             shapes[key] = _PickledShape(tuple(value.shape), value.stride(), value.dtype, origin)
         else:
-            shapes[key] = shapes_of({path: value}, global_rank)[path]
+            shapes[key] = to_shape_only({path: value}, global_rank)[path]
     return shapes
 
 
@@ -104,7 +104,7 @@ class CheckpointGatherer:
         place = {path: index for index, (path, _) in enumerate(leaves)} if absent else {}
         self._absent = [place.get(path) for path in absent]  # among the leaves
         numbers = group.world.gather(self._number_values()) if absent else []
-        replica = group.first_replica
+        replica = group.first_replica_ranks
         ranks = [*replica, *(rank for rank in range(group.world_size) if rank not in replica)]
         self._owners = [
             _owner(path, {rank: numbers[rank][index] for rank in ranks})
@@ -140,7 +140,7 @@ class CheckpointGatherer:
         owners = sorted({rank for rank, _ in self._owners} - {0})
         if self._group.global_rank in owners:
             yield self._checkpoint
-            self._send_asked()
+            self._serve_requests()
         elif self._group.global_rank:
             yield self._checkpoint
         else:
@@ -153,7 +153,7 @@ class CheckpointGatherer:
     def _with_values(self, one_by_one: bool) -> dict[str, Any]:
         fetches: dict[int, tuple[Any, Callable[[], Tensor]]] = {}
         for place, leaf in enumerate(self._leaves):
-            if _is_elsewhere(leaf):
+            if _needs_host_copy(leaf):
                 fetches[place] = _storage_key(leaf), partial(_on_host, leaf)
         # All into the same memory, one after the other: separate allocations would fragment it.
         largest = max(map(self._size, range(len(self._absent))), default=0)
@@ -208,7 +208,7 @@ class CheckpointGatherer:
     def _request(self, number: int, rank: int, count: int = 0) -> None:
         dist.send(torch.tensor([number, count]), rank, group=self._group.world.host_group)
 
-    def _send_asked(self) -> None:
+    def _serve_requests(self) -> None:
         asked = torch.empty(2, dtype=torch.int64)
         group, numbers = self._group.world.host_group, self._numbers[self._group.global_rank]
         with reporting_lost_peers("lost global rank 0 while it wrote a checkpoint"):
@@ -276,7 +276,7 @@ def _on_host(leaf: Tensor) -> Tensor:
     return value
 
 
-def _is_elsewhere(leaf: Any) -> bool:
+def _needs_host_copy(leaf: Any) -> bool:
     """Return whether a tensor's value is not in this process's host memory."""
     if (
         not isinstance(leaf, Tensor)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.checkpoints.file import copy_state_dict_metadata
-from lightning_pipeoffload.checkpoints.saved_values import shapes_of
+from lightning_pipeoffload.checkpoints.saved_values import to_shape_only
 from lightning_pipeoffload.optimizers import GroupNames, number_optimizer_state
 from lightning_pipeoffload.runtime import StoredTensor, leaves_of, value_of
 from lightning_pipeoffload.runtime.comm import PipelineGroup
@@ -53,7 +53,7 @@ def join_checkpoint_shards(checkpoint: dict[str, Any], group: PipelineGroup) -> 
     if group.num_tensor_ranks == 1:
         return checkpoint
     leaves = [leaf for leaf in leaves_of(checkpoint) if not isinstance(leaf, ShapeOnly)]
-    mine = [tuple(leaf.shape) for leaf in leaves if _division_of(leaf) is not None]
+    mine = [tuple(leaf.shape) for leaf in leaves if _sharding_if_divided(leaf) is not None]
     of_ranks, size = group.world.gather(mine), group.num_tensor_ranks
     if any(shapes != of_ranks[rank - rank % size] for rank, shapes in enumerate(of_ranks)):
         raise RuntimeError(
@@ -67,18 +67,18 @@ def join_checkpoint_shards(checkpoint: dict[str, Any], group: PipelineGroup) -> 
     )
 
 
-def _division_of(value: Any) -> Sharding | None:
+def _sharding_if_divided(value: Any) -> Sharding | None:
     """Return how tensor ranks divide a tensor; None of what they do not."""
     sharding = sharding_of(value) if isinstance(value, Tensor) else None
     return sharding if sharding is not None and sharding.is_divided else None
 
 
 def _join_leaf(leaf: Any, group: PipelineGroup) -> Any:
-    sharding = _division_of(leaf)
+    sharding = _sharding_if_divided(leaf)
     if sharding is None:
         return leaf
     if isinstance(leaf, ShapeOnly):
-        return shapes_of(torch.empty(sharding.shape, dtype=leaf.dtype, device="meta"), 0)
+        return to_shape_only(torch.empty(sharding.shape, dtype=leaf.dtype, device="meta"), 0)
     return _join_shard("a shard", local_part(leaf), sharding, group)
 
 
@@ -86,16 +86,16 @@ def wrap_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict, which may be of a copy, with its shards as DTensors."""
     placed = dict(state)
     for name, value in state.items():
-        sharding = None if isinstance(value, ShapeOnly | DTensor) else _division_of(value)
+        sharding = None if isinstance(value, ShapeOnly | DTensor) else _sharding_if_divided(value)
         if sharding is not None:
-            placed[name] = _placed(value, sharding)
+            placed[name] = _to_dtensor(value, sharding)
     return placed
 
 
 def shards_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, DTensor]:
     """Return the shards in this rank's part of a state dict, as DTensors."""
     shardings = _shardings_in(module)
-    return {name: _placed(state[name], shardings[name]) for name in state if name in shardings}
+    return {name: _to_dtensor(state[name], shardings[name]) for name in state if name in shardings}
 
 
 def join_optimizer_state(
@@ -109,21 +109,21 @@ def join_optimizer_state(
 
     With ``in_shards`` it has DTensors; else as by :func:`join_shards`.
     """
-    sharding = _division_of(parameter)
+    sharding = _sharding_if_divided(parameter)
     if sharding is None:
         return state
     of_whole = dict(state)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             of_whole[key] = (
-                _placed(value, sharding)
+                _to_dtensor(value, sharding)
                 if in_shards
                 else _join_shard(f"{name}.{key}", value, sharding, group)
             )
     return of_whole
 
 
-def _placed(part: Tensor, sharding: Sharding) -> DTensor:
+def _to_dtensor(part: Tensor, sharding: Sharding) -> DTensor:
     mesh = sharding.mesh
     if part.device.type != mesh.device_type:  # on the host, where it stays
         # Private: a mesh without groups, for nothing is sent.
@@ -138,7 +138,7 @@ def _join_shard(name: str, part: Tensor, sharding: Sharding, group: PipelineGrou
     whole = gather_whole(part, sharding)
     if not group.tensor_rank:
         return whole.cpu()
-    shape: Tensor = shapes_of({name: whole}, group.global_rank - group.tensor_rank)[name]
+    shape: Tensor = to_shape_only({name: whole}, group.global_rank - group.tensor_rank)[name]
     return shape
 
 
@@ -169,7 +169,7 @@ def shard_optimizer_state(
 
 def _shardings_in(module: nn.Module) -> dict[str, Sharding]:
     tensors = module.state_dict(keep_vars=True).items()
-    shardings = {name: _division_of(value) for name, value in tensors}
+    shardings = {name: _sharding_if_divided(value) for name, value in tensors}
     return {name: each for name, each in shardings.items() if each is not None}
 
 

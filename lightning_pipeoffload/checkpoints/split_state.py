@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
-from lightning_pipeoffload.checkpoints.saved_values import picklable_shapes, shapes_of
+from lightning_pipeoffload.checkpoints.saved_values import picklable_shapes, to_shape_only
 from lightning_pipeoffload.checkpoints.shards import (
     join_optimizer_state,
     join_shards,
@@ -36,14 +36,14 @@ from lightning_pipeoffload.optimizers import (
 )
 from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import (
-    absent_in,
-    explain_absent,
-    load_quantization,
+    find_remote_slots,
+    format_absent_error,
+    load_4bit_weights,
     materialize_slot,
     remove_complete_hooks,
 )
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_quant_state
 from lightning_pipeoffload.runtime.users_code import find_slots
 
 
@@ -55,12 +55,12 @@ def unsplit_state_dict(
     state: dict[str, Any] = module.state_dict()
     if masters is not None:
         masters.replace_in_state_dict(state, module)
-    return state if is_global_zero else shapes_of(state, global_rank=0)
+    return state if is_global_zero else to_shape_only(state, global_rank=0)
 
 
 def load_unsplit(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict into a module that no batch has split yet."""
-    loaded = load_quantization(module, state, is_split=False)
+    loaded = load_4bit_weights(module, state, is_split=False)
     plain = copy.copy(state)  # with its attribute: the versions that modules load by
     for key in loaded:
         del plain[key]  # type: ignore[attr-defined]
@@ -150,16 +150,16 @@ class SplitState:
             by_name: Whether to return this rank's part only, by the names of the parameters.
         """
         if not self.is_split:
-            return self._of_whole_optimizer(optimizer, by_name)
+            return self._unsplit_optimizer_state(optimizer, by_name)
         names = self._parameters.names_in(optimizer)
         mine = self._named_state(optimizer, in_shards=by_name)
         if by_name:
-            return self._part_of_optimizer(optimizer, names, mine)
-        is_shared_out = self._parameters.shares_of(optimizer) is not None
+            return self._local_optimizer_state(optimizer, names, mine)
+        is_shared_out = self._parameters.partition_of(optimizer) is not None
         ranks = self._group.world if is_shared_out else self._group
         return plain_state_dict(optimizer, names, self._gather_entries(mine, ranks))
 
-    def _of_whole_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
+    def _unsplit_optimizer_state(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
         """Return the state on global rank 0, which is that of all before the module is split."""
         if self._group.global_rank:
             return {}
@@ -168,7 +168,7 @@ class SplitState:
             return state
         return name_optimizer_state(state, self._parameters.names_in(optimizer))
 
-    def _part_of_optimizer(
+    def _local_optimizer_state(
         self, optimizer: Optimizer, names: GroupNames, state: dict[str, Any]
     ) -> dict[str, Any]:
         part: dict[str, Any] = {}
@@ -201,7 +201,7 @@ class SplitState:
                 f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
                 f"unexpected {sorted(unexpected)}"
             )
-        load_quantization(module, state, is_split=True)
+        load_4bit_weights(module, state, is_split=True)
         keys = self._own_keys()
         part = {key: value for key, value in state.items() if key in keys}
         module.load_state_dict(state_dict_of(part, like=state), strict=False)
@@ -225,23 +225,23 @@ class SplitState:
             for (optimizer, names), state in zip(
                 self._parameters.optimizers_with_names(), states, strict=True
             ):
-                with self._parameters.loading_state(optimizer):
+                with self._parameters.loading_stand_in_state(optimizer):
                     optimizer.load_state_dict(number_optimizer_state(state, names))
             return
         parameters = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(
             self._parameters.optimizers_with_names(), states, strict=True
         ):
-            shares = self._parameters.shares_of(optimizer)
-            with self._parameters.loading_state(optimizer):
+            shares = self._parameters.partition_of(optimizer)
+            with self._parameters.loading_stand_in_state(optimizer):
                 load_optimizer_state(optimizer, state, names, parameters, shares)
 
-    def read_optimizers(self) -> None:
+    def read_stored_optimizer_states(self) -> None:
         """Read this rank's states that are still in a file; move all to the parameters' devices."""
         for optimizer, _ in self._parameters.optimizers_with_names():
             read_stored_states(optimizer)
             if self._pipeline.device.type != "cpu" and optimizer.state:
-                with self._parameters.loading_state(optimizer):
+                with self._parameters.loading_stand_in_state(optimizer):
                     move_state_to_parameters(optimizer)
 
 
@@ -253,11 +253,11 @@ def broadcast_split_values(module: nn.Module, group: PipelineGroup) -> None:
     Raises:
         RuntimeError: No rank has a tensor of the module.
     """
-    absent = {slot.name: slot for slot in absent_in(module)}
+    absent = {slot.name: slot for slot in find_remote_slots(module)}
     absent_on = group.gather(list(absent))
     missing = [name for name in absent if all(name in names for names in absent_on)]
     if missing:
-        raise RuntimeError(explain_absent(module))
+        raise RuntimeError(format_absent_error(module))
     real_tensors: dict[int, Tensor] = {}
     present = {slot.name: slot.tensor for slot in find_slots(module)}
     for name in sorted({name for names in absent_on for name in names}):
@@ -265,8 +265,8 @@ def broadcast_split_values(module: nn.Module, group: PipelineGroup) -> None:
         source = min(rank for rank, names in of_ranks if name not in names)
         tensor = materialize_slot(absent[name], real_tensors) if name in absent else present[name]
         with reporting_lost_peers("lost a rank while bringing the module together"):
-            value = group.copy_to_hosts(tensor, source)
+            value = group.broadcast_to_hosts(tensor, source)
         tensor.detach().copy_(value)
         if name in absent:
-            copy_state(absent[name], value)
+            copy_quant_state(absent[name], value)
     remove_complete_hooks(module)

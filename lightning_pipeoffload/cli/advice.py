@@ -27,7 +27,7 @@ OPTIMIZERS = "as it is", "masters", "on the host"
 _MASTERS = {"trainer.precision": "bf16-true", "strategy.master_weights": "float32"}
 
 
-def with_optimizer(planner: ModelPlanner, optimizer: str) -> ModelPlanner | None:
+def planner_with_optimizer(planner: ModelPlanner, optimizer: str) -> ModelPlanner | None:
     """Return the planner of the same model with one of ``OPTIMIZERS``; None: it cannot be.
 
     Masters are for weights of bf16-mixed where replicas may divide them.
@@ -39,10 +39,10 @@ def with_optimizer(planner: ModelPlanner, optimizer: str) -> ModelPlanner | None
         return None
     if optimizer == "masters":
         may_divide = planner.is_searched or settings.data_parallel_size != 1
-        may_cast = probe.precision == "bf16-mixed" and not probe.master_step[1]
+        may_cast = probe.precision == "bf16-mixed" and not probe.master_step_support[1]
         return planner.with_values(_MASTERS) if may_divide and may_cast else None
     on_host = replace(settings, optimizer_offload=True)
-    return None if probe.host_step[1] else planner.with_settings(on_host)
+    return None if probe.host_step_support[1] else planner.with_settings(on_host)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _changed_overrides(
     sizes: Mapping[str, bool],
 ) -> tuple[str, ...]:
     option, settings, strategy = candidate.option, planned.settings, config.strategy
-    count = option.num_microbatches * planned.planner.num_dividing
+    count = option.num_microbatches * planned.planner.num_dividing_replicas
     is_named = asked.schedule != "auto"
     # A file is written as strategy.schedule=FILE, which schedule=NAME would not replace.
     group = "schedule" if asked.schedule in ("auto", *FAMILIES) else "strategy.schedule"
@@ -133,7 +133,7 @@ def _changed_overrides(
     return (*(word for word, is_needed in changes.items() if is_needed),)
 
 
-def step_time(
+def describe_step_time(
     candidate: Candidate, planned: PlannedLayout, asked: PipelineSettings, num_ranks: int
 ) -> str:
     """Say how long a step takes; without a device, compared with the schedule that was asked for.

@@ -89,7 +89,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
         sys.stdout.write(_help_of(config_name))
         return
     if importlib.util.find_spec("hydra") is None:
-        _refuse("this command needs Hydra; pip install lightning-pipeoffload[hydra]")
+        _exit_with_message("this command needs Hydra; pip install lightning-pipeoffload[hydra]")
     import hydra  # noqa: PLC0415 - see the module's docstring
 
     # Modules that a configuration names may lie in the current folder, as with `python -m`.
@@ -105,14 +105,14 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
     def own_task(config: DictConfig) -> None:
         if is_short:
             os.environ.pop(FULL_ERROR, None)
-        with _errors_in_one_line(config_name, is_short):
+        with _exiting_on_errors(config_name, is_short):
             _leave_demo_arguments(config)
             task(config)
 
     # Without this variable Hydra prints a long trace for an invalid configuration.
     os.environ[FULL_ERROR] = "1"
     try:
-        with _errors_in_one_line(config_name, is_short):
+        with _exiting_on_errors(config_name, is_short):
             app(own_task)()
     finally:
         if is_short:
@@ -153,7 +153,7 @@ def _leave_demo_arguments(config: DictConfig) -> None:
 
 
 @contextmanager
-def _errors_in_one_line(config_name: str, is_short: bool = True) -> Iterator[None]:
+def _exiting_on_errors(config_name: str, is_short: bool = True) -> Iterator[None]:
     from hydra.errors import HydraException  # noqa: PLC0415 - see the module's docstring
     from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
 
@@ -165,10 +165,10 @@ def _errors_in_one_line(config_name: str, is_short: bool = True) -> Iterator[Non
         if isinstance(error, (HydraException, OmegaConfBaseException)):
             message = _name_similar(str(error).partition("Config search path:")[0], config_name)
             is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
-            _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
+            _exit_with_message(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
         # After the first line there may be a drawing of the action's neighbourhood.
         is_failed = isinstance(error, SweepJobError)
-        _refuse(str(error).partition("\n")[0], FAILED if is_failed else REFUSED)
+        _exit_with_message(str(error).partition("\n")[0], FAILED if is_failed else REFUSED)
 
 
 def _name_similar(message: str, config_name: str) -> str:
@@ -215,6 +215,6 @@ def _names_in(group: str) -> list[str]:
     return sorted(file.stem for file in (configuration_directory() / group).glob("*.yaml"))
 
 
-def _refuse(message: str, status: int = REFUSED) -> NoReturn:
+def _exit_with_message(message: str, status: int = REFUSED) -> NoReturn:
     sys.stderr.write(f"{message}\n")
     raise SystemExit(status)

@@ -33,7 +33,7 @@ from lightning_pipeoffload.planning.request import (
     PlanLimits,
     PlannedWork,
     PlannerOptions,
-    fill_request,
+    make_plan_request,
     options_of,
 )
 from lightning_pipeoffload.schedule import (
@@ -49,10 +49,10 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     Slices,
     as_executed,
-    best_of,
+    best_candidate,
     check_limit,
     check_name,
-    check_sizes,
+    check_positive_integers,
     check_slices,
     estimated_copy_ratio,
     make_plan,
@@ -156,7 +156,7 @@ class GivenPlans:
             self.costs = with_copy_ratio(self.costs, 1.0)
         self.units = MEASURED if config.costs_file else Units.of(self.costs)
         self._num_slices = config.get("num_sequence_slices", 1)
-        check_sizes(num_sequence_slices=self._num_slices)
+        check_positive_integers(num_sequence_slices=self._num_slices)
         self._has_barrier = has_barrier(config)
         self._work = PlannedWork(
             config.num_ranks,
@@ -170,14 +170,14 @@ class GivenPlans:
         config = self._config
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         sizes = {"num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
-        check_sizes(**sizes, **chunks)
+        check_positive_integers(**sizes, **chunks)
         wanted = options_of(
             "auto",
             [config.num_microbatches],
             config.num_chunks,
             num_sequence_slices=self._num_slices,
         )
-        return fill_request(
+        return make_plan_request(
             self._work, PlanLimits(self._limit), PlannerOptions(wanted, offload), **how
         )
 
@@ -192,7 +192,9 @@ class GivenPlans:
         return self._answer(plan, plan_figures(plan, with_candidates=False))
 
     def _answer(self, plan: Plan, figures: dict[str, Any], before: Sequence[Part] = ()) -> Answer:
-        return plan_answer(self._step(plan.schedule, plan.costs), figures, self.units, before)
+        return plan_answer(
+            self._to_planned_step(plan.schedule, plan.costs), figures, self.units, before
+        )
 
     def _plan_all_families(self) -> Answer:
         if self._config.options:
@@ -218,12 +220,12 @@ class GivenPlans:
         )
         options = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
         with progress("The solver searches"):
-            return self._step(solve_plan(problem, **options), best.costs)
+            return self._to_planned_step(solve_plan(problem, **options), best.costs)
 
     def _named(self, name: str, amount: str | float) -> Plan:
         """Return the plan of one schedule, by its name or from a .csv file."""
         sizes = {size: self._config[size] for size in ("num_ranks", "num_microbatches")}
-        check_sizes(**sizes)
+        check_positive_integers(**sizes)
         from_file = name.endswith(".csv")
         name, num_chunks, recipe = self._from_file(name) if from_file else self._family(name)
         options = mapping(self._config, "options")
@@ -238,14 +240,14 @@ class GivenPlans:
         )
         check_limit(self._limit)
         fixed = PlannerOptions([option], amount, {name: recipe}, options)
-        return make_plan(fill_request(self._work, PlanLimits(self._limit), fixed))
+        return make_plan(make_plan_request(self._work, PlanLimits(self._limit), fixed))
 
     def _family(self, name: str) -> tuple[str, int, Recipe]:
         check_name(name)
         recipe, wanted = SCHEDULES[name], self._config.num_chunks
         if wanted is None or (self._config.compare and recipe.max_chunks):
             wanted = recipe.num_chunks  # in a comparison num_chunks is for those that take any
-        check_sizes(num_chunks=wanted)
+        check_positive_integers(num_chunks=wanted)
         return name, wanted, recipe
 
     def _from_file(self, path: str) -> tuple[str, int, Recipe]:
@@ -257,7 +259,7 @@ class GivenPlans:
         recipe = Recipe(lambda *sizes: schedule, 1, None, lambda *sizes: schedule.placement)
         return schedule.name, schedule.num_chunks, recipe
 
-    def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
+    def _to_planned_step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
         plan = as_executed(schedule, costs, self._work.steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
@@ -284,7 +286,7 @@ class GivenPlans:
             except ScheduleError as error:
                 rows.append({"schedule": name, "refused": str(error).partition("\n")[0]})
             else:
-                steps.append(self._step(replace(plan.schedule, name=name), plan.costs))
+                steps.append(self._to_planned_step(replace(plan.schedule, name=name), plan.costs))
                 rows.append(step_figures(steps[-1]))
         if not steps:
             raise ScheduleError(rows[0]["refused"])
@@ -334,7 +336,9 @@ class _MemorySweep:
         self._plan_all(None)
         if not any(self.plans.values()):
             raise ScheduleError(next(iter(self.reasons.values())))
-        self.limits = limits or _round_limits([best_of(plans) for plans in self.plans.values()])
+        self.limits = limits or _round_limits(
+            [best_candidate(plans) for plans in self.plans.values()]
+        )
         for limit in self.limits:
             self._plan_all(limit)
         if not self._fastest(self.limits[-1]):
@@ -357,16 +361,21 @@ class _MemorySweep:
         recipe = FAMILIES[name]
         if recipe.takes_seconds and not recipe.respects_memory_limit:
             return False  # the same search would find the same plan
-        best, free = self._within(name, limit), min(map(_seconds, self.plans[name]), default=0.0)
+        best, free = (
+            self._fastest_of_family(name, limit),
+            min(map(_seconds, self.plans[name]), default=0.0),
+        )
         return best is None or _seconds(best) > free * _ROUNDING
 
-    def _within(self, name: str, limit: float) -> Candidate | None:
+    def _fastest_of_family(self, name: str, limit: float) -> Candidate | None:
         """Return a family's fastest plan that keeps a limit."""
         fitting = [plan for plan in self.plans[name] if _memory(plan) <= limit * _ROUNDING]
         return min(fitting, key=_time_and_memory, default=None)
 
     def _fastest(self, limit: float) -> Candidate | None:
-        return best_of(filter(None, (self._within(name, limit) for name in self.plans)))
+        return best_candidate(
+            filter(None, (self._fastest_of_family(name, limit) for name in self.plans))
+        )
 
     def _pareto_plans(self, name: str) -> list[Candidate]:
         """Return a family's plans that none beats: each needs more memory, and takes less time."""
@@ -379,7 +388,8 @@ class _MemorySweep:
     def figures(self) -> dict[str, Any]:
         """Return what JSON says of it."""
         plans_by_name = {
-            name: [self._within(name, limit) for limit in self.limits] for name in self.plans
+            name: [self._fastest_of_family(name, limit) for limit in self.limits]
+            for name in self.plans
         }
         best = [self._fastest(limit) for limit in self.limits]
         return {
@@ -399,11 +409,11 @@ class _MemorySweep:
 
     def table(self, title: str, units: Units) -> Table:
         """Return a row per family and a column per limit, the last rows the fastest of all."""
-        heads = (units.write_memory(limit, max(self.limits)) for limit in self.limits)
+        heads = (units.format_memory(limit, max(self.limits)) for limit in self.limits)
         table = bare_table(Column("limit", no_wrap=True), *heads, title=title, is_narrow=True)
         best = [self._fastest(limit) for limit in self.limits]
         for name in self.plans:
-            plans = [self._within(name, limit) for limit in self.limits]
+            plans = [self._fastest_of_family(name, limit) for limit in self.limits]
             table.add_row(name, *map(_cell, plans, best))
         table.add_section()
         table.add_row("fastest", *(_cell(plan, None) for plan in best))
@@ -428,7 +438,7 @@ def _is_limit(value: Any) -> bool:
 def _round_limits(best: Iterable[Candidate | None]) -> list[float]:
     """Return round limits up to the largest that makes any family faster."""
     plans = [plan for plan in best if plan is not None]
-    fastest = best_of(plans)
+    fastest = best_candidate(plans)
     assert fastest is not None
     most = max(m for m in map(_memory, plans) if m <= _LARGEST_LIMIT * _memory(fastest))
     if not most:

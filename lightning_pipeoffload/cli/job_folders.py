@@ -46,7 +46,7 @@ def _is_task_of_srun() -> bool:
     return "SLURM_STEP_ID" in os.environ and not is_interactive
 
 
-def is_job_of_sweep() -> bool:
+def runs_in_sweeper_process() -> bool:
     """Whether Hydra runs this job of a sweep in the sweeper's own process."""
     from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
     from hydra.types import RunMode  # noqa: PLC0415

@@ -88,10 +88,11 @@ def how_to_train(planned: PlannedLayout, config: DictConfig) -> list[str]:
         f"to train so: Trainer(devices={config.devices}, num_nodes={config.num_nodes}, strategy="
         f"PipeOffloadStrategy({', '.join(written)}))"
     ]
-    if planned.planner.num_dividing > 1:
-        size = planned.planner.probe.batch_size / planned.planner.num_dividing
+    if planned.planner.num_dividing_replicas > 1:
+        size = planned.planner.probe.batch_size / planned.planner.num_dividing_replicas
         lines.append(
-            f"each of the {planned.planner.num_dividing} replicas reads batches of {size:g} samples"
+            f"each of the {planned.planner.num_dividing_replicas} replicas reads batches of "
+            f"{size:g} samples"
         )
     return [line.replace("'", '"') for line in lines]
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_pipeoffload.cli.advice import (
     ABOUT_EQUAL,
     OPTIMIZERS,
+    describe_step_time,
+    planner_with_optimizer,
     simplest_proposal,
-    step_time,
-    with_optimizer,
 )
 from lightning_pipeoffload.cli.layouts import (
     Layout,
@@ -38,7 +38,7 @@ from lightning_pipeoffload.cli.layouts import (
 )
 from lightning_pipeoffload.cli.model_planner import ModelPlanner, Show
 from lightning_pipeoffload.cli.strategy_settings import with_values
-from lightning_pipeoffload.planning.limits import bytes_writer
+from lightning_pipeoffload.planning.limits import bytes_formatter
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm import MOST_MICROBATCHES
 from lightning_pipeoffload.runtime.tensor_parallel import NothingDistributedError
@@ -51,8 +51,8 @@ from lightning_pipeoffload.schedule import (
     PlanRequest,
     Recipe,
     ScheduleError,
-    check_sizes,
-    score_lower_bound,
+    check_positive_integers,
+    score_bound_without_copies,
 )
 
 if TYPE_CHECKING:
@@ -185,14 +185,18 @@ class LayoutSearch:
         self._layouts(1)  # refuses sizes before the model is traced
         with _stopping_after(self._config.seconds):
             try:
-                planned = self._plan_only() if self._only else self._plan_all(self._planners(), 1)
+                planned = (
+                    self._plan_single_layout()
+                    if self._only
+                    else self._plan_all(self._yield_traced_planners(), 1)
+                )
             except KeyboardInterrupt as stop:
                 return self._partial_result(stop)
             if planned:
                 return SearchResult(planned, [*self._left_out.items()])
-            raise self._nothing_fits()
+            raise self._no_layout_error()
 
-    def _plan_only(self) -> list[PlannedLayout]:
+    def _plan_single_layout(self) -> list[PlannedLayout]:
         """Plan the only layout; all its options, for a table."""
         assert self._only is not None
         planner = ModelPlanner(self._config, self._show)
@@ -200,10 +204,10 @@ class LayoutSearch:
         try:
             return [self._plan_of(planner, self._only, None, _WHOLE)]
         except MemoryLimitError as error:
-            write = bytes_writer(self._config.device_memory)
+            write = bytes_formatter(self._config.device_memory)
             if planner.mixture:
                 raise ScheduleError(f"{_no_card_fits(error, write)}; {_OTHER_CARDS}") from None
-            self._too_large(planner, self._only, error)
+            self._record_memory_shortage(planner, self._only, error)
             return []
 
     def _partial_result(self, stop: KeyboardInterrupt) -> SearchResult:
@@ -217,15 +221,15 @@ class LayoutSearch:
             f"({self._config.seconds}); allow more, or give sizes, as in tensor_parallel_size=1"
         ) from None
 
-    def _nothing_fits(self) -> ScheduleError:
+    def _no_layout_error(self) -> ScheduleError:
         if self._least is None:
             size, reason = next(iter(self._left_out.items()))
             return ScheduleError(f"no layout can be planned: {size}: {reason}")
         planner = self._any_planner
-        write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
+        write, (needed, layout) = bytes_formatter(self._config.device_memory), self._least
         assert planner.memory is not None
         try:
-            advice = self.advice(planner.settings_named(self._schedule))
+            advice = self.search_advice(planner.settings_named(self._schedule))
         except KeyboardInterrupt:
             advice = "the search for what would fit was stopped"
         needs = f"any such plan needs {write(needed)} or more of a device"
@@ -238,7 +242,7 @@ class LayoutSearch:
             f"{self._config.device} has {write(planner.memory)}, and {needs}; {advice}"
         )
 
-    def advice(self, asked: PipelineSettings, planner: ModelPlanner | None = None) -> str:
+    def search_advice(self, asked: PipelineSettings, planner: ModelPlanner | None = None) -> str:
         """Return the words that ask for a plan that fits.
 
         Schedules, chunks, recomputation, offload, microbatches and sharding may change, even if
@@ -257,7 +261,7 @@ class LayoutSearch:
         for times in _MORE:
             for optimizer in OPTIMIZERS:
                 if optimizer not in planners:
-                    planners[optimizer] = self._with_optimizer(optimizer)
+                    planners[optimizer] = self._planners_with_optimizer(optimizer)
                 for planned in self._plan_all(planners[optimizer], times)[:1]:
                     words = self._describe_proposal(planned, asked, times)
                     if words:
@@ -280,11 +284,11 @@ class LayoutSearch:
     def _any_planner(self) -> ModelPlanner:
         return next(iter(self._traced.values()))
 
-    def _with_optimizer(self, optimizer: str) -> list[ModelPlanner]:
+    def _planners_with_optimizer(self, optimizer: str) -> list[ModelPlanner]:
         """Return traced planners with one of ``OPTIMIZERS`` whose settings are searched."""
         planners = []
         for traced in self._traced.values():
-            planner = with_optimizer(traced, optimizer)
+            planner = planner_with_optimizer(traced, optimizer)
             if planner is not None:
                 free: Any = {"offload": "auto", "num_chunks": "auto"}
                 planners.append(planner.with_settings(replace(planner.settings, **free)))
@@ -303,7 +307,7 @@ class LayoutSearch:
         if proposal is None:
             return ""
         num_ranks = planned.layout.num_ranks // times
-        step = step_time(proposal.candidate, planned, asked, num_ranks)
+        step = describe_step_time(proposal.candidate, planned, asked, num_ranks)
         layout = "" if self._only else f"as {planned.layout} "
         return f"use {' '.join(proposal.words)}: {layout}{step}"
 
@@ -320,7 +324,7 @@ class LayoutSearch:
         replicas = config.strategy.get("data_parallel_size", "auto")
         asked = {"num_ranks": config.num_ranks, "strategy.data_parallel_size": replicas}
         given = {name: size for name, size in asked.items() if size != "auto"}
-        check_sizes(**given)
+        check_positive_integers(**given)
         layouts = [
             Layout(num_ranks, size, num_devices // size // num_ranks)
             for size in self._sizes
@@ -344,7 +348,7 @@ class LayoutSearch:
             f"strategy.data_parallel_size has to be; leave out a size to have it searched"
         )
 
-    def _planners(self) -> Iterator[ModelPlanner]:
+    def _yield_traced_planners(self) -> Iterator[ModelPlanner]:
         """Yield a planner, whose model is traced, for each number of tensor ranks that can be."""
         errors: list[Exception] = []
         for size in self._sizes:
@@ -523,14 +527,15 @@ class LayoutSearch:
                 in_layout = planner.with_settings(sharded)
                 least_bytes = in_layout.least_memory_without_activations(option, num_ranks)
                 if least_bytes > memory:
-                    self._leave_out(layout, self._needs_more(layout, least_bytes))
+                    self._leave_out(layout, self._record_least_memory(layout, least_bytes))
                     continue
                 in_layout.needs_of(option, num_ranks)  # refuses more ranks than blocks
                 seconds = in_layout.costs_of(option, 1).seconds_by_kind(1).values()
                 work = sum(map(sum, seconds)) * option.num_microbatches / num_ranks
                 planners = [planner.with_settings(each) for each in all_settings]
                 bounds = [
-                    score_lower_bound(self._request(each, layout, _SHORTLY)) for each in planners
+                    score_bound_without_copies(self._request(each, layout, _SHORTLY))
+                    for each in planners
                 ]
             except ScheduleError as error:
                 self._leave_out(layout, _first_line(error))
@@ -559,7 +564,7 @@ class LayoutSearch:
                 try:
                     candidate = self._plan_of(planner.with_settings(changed), layout, least, scope)
                 except MemoryLimitError as error:
-                    reason = reason or self._too_large(planner, layout, error)
+                    reason = reason or self._record_memory_shortage(planner, layout, error)
                 except ScheduleError as error:
                     reason = reason or _first_line(error)
                 else:
@@ -604,15 +609,17 @@ class LayoutSearch:
         more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **scope.recipes}}
         return planner.request(wanted, layout.num_ranks, **more)
 
-    def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
+    def _record_memory_shortage(
+        self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError
+    ) -> str:
         _, limit, needed = error.args
         assert planner.memory is not None
-        return self._needs_more(layout, needed + planner.memory - limit)  # messages
+        return self._record_least_memory(layout, needed + planner.memory - limit)  # messages
 
-    def _needs_more(self, layout: Layout, needed: float) -> str:
+    def _record_least_memory(self, layout: Layout, needed: float) -> str:
         if self._least is None or needed < self._least[0]:
             self._least = needed, layout
-        return f"needs {bytes_writer(self._config.device_memory)(needed)} or more of a device"
+        return f"needs {bytes_formatter(self._config.device_memory)(needed)} or more of a device"
 
     def _shardings(self, settings: PipelineSettings) -> list[str]:
         if self._has_sharding or settings.data_parallel_size == 1:

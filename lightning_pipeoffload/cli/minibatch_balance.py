@@ -84,7 +84,7 @@ def balance_table(results: Sequence[Balance], title: str) -> Table:
     return table
 
 
-def draw_lengths(texts: int, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
+def sample_lengths(texts: int, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
     """Draw log-normal lengths; longer ones are cut."""
     draws = random.Random(seed)
     center = math.log(mean) - sigma**2 / 2
@@ -97,7 +97,7 @@ def _lengths(config: DictConfig) -> list[int]:
         for name, value in config.drawn.items():
             if not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"drawn.{name} ({value}) must be a number from 0 on")
-        return draw_lengths(**config.drawn)
+        return sample_lengths(**config.drawn)
     try:
         words = Path(config.lengths).read_text(encoding="utf-8").split()
         lengths = [int(word) for word in words]

@@ -32,7 +32,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     as_executed,
     bytes_text,
-    check_sizes,
+    check_positive_integers,
     device_indices,
     make_plan,
     seconds_text,
@@ -63,7 +63,7 @@ def plan_for_device(config: DictConfig) -> Answer:
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
     if config.devices is None:
-        check_sizes(num_ranks=config.num_ranks)
+        check_positive_integers(num_ranks=config.num_ranks)
         is_one = isinstance(config.device, (str, int))
         only = _layout_of(config, config.num_ranks if is_one else len(config.device))
         sizes, text = (
@@ -194,11 +194,11 @@ def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict
     """Return what a buyer compares; MFU is of the data sheet's rate, without recomputation."""
     probe, num_batches = planner.probe, planner.num_batches
     tokens = None if probe.num_tokens is None else num_batches * probe.num_tokens / step.period
-    peak = planner.mean_flops / config.efficiency * step.schedule.num_ranks
+    peak = planner.mean_flops_per_second / config.efficiency * step.schedule.num_ranks
     return {
         "samples_per_second": num_batches * probe.batch_size / step.period,
         "tokens_per_second": tokens,
-        "mfu": probe.batch_flops / planner.num_dividing / step.period / peak,
+        "mfu": probe.batch_flops / planner.num_dividing_replicas / step.period / peak,
     }
 
 
@@ -277,11 +277,11 @@ def estimate_model(config: DictConfig) -> Answer:
         estimates, refusals = _estimates(planner, config)
         if not estimates:
             raise ScheduleError(refusals[0])
-        least = min(estimates, key=lambda plan: plan.largest.device)
-        if limit is not None and least.largest.device > limit:
+        least = min(estimates, key=lambda plan: plan.fullest_rank.device)
+        if limit is not None and least.fullest_rank.device > limit:
             show("it does not fit; searching for the fastest plan that does")
             search = LayoutSearch(config, [size], show, _layout_of(config, least.num_ranks))
-            advice = search.advice(least.settings, planner)
+            advice = search.search_advice(least.settings, planner)
             raise ScheduleError(_refusal(least, limit, advice))
     host_bytes = min(max(rank.host for rank in plan.needs) for plan in estimates)
     if host_bytes > planner.host_memory_limit:
@@ -302,7 +302,7 @@ def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate
     names = [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]]
     ranks = _as_list(config.num_ranks)
     for num_ranks in ranks:
-        check_sizes(num_ranks=num_ranks)
+        check_positive_integers(num_ranks=num_ranks)
     estimates: list[Estimate] = []
     refusals: list[str] = []
     for num_ranks, name in product(ranks, names):
@@ -322,7 +322,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _refusal(plan: Estimate, limit: float, advice: str) -> str:
-    needs = plan.largest
+    needs = plan.fullest_rank
     name, size = _unit([needs])
     parts = ", ".join(
         f"{part} {getattr(needs, part) / size:.1f} {name}" for part in _memory_kinds([needs])
@@ -371,16 +371,16 @@ def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
 
 def _table_of_plans(estimates: Sequence[Estimate], limit: float | None) -> Table:
     """Return a table with the needs of each plan's fullest rank."""
-    name, size = _unit([plan.largest for plan in estimates])
+    name, size = _unit([plan.fullest_rank for plan in estimates])
     fits = () if limit is None else ("fits",)
     title = f"{name} of the rank that needs most"
-    shown = _columns([plan.largest for plan in estimates])
+    shown = _columns([plan.fullest_rank for plan in estimates])
     columns = (Column("schedule", no_wrap=True), "ranks", *shown, *fits)
     table = bare_table(*columns, title=title, is_narrow=True)
     for plan in estimates:
-        row = [plan.name, str(plan.num_ranks), *_cells(plan.largest, size, shown)]
+        row = [plan.name, str(plan.num_ranks), *_cells(plan.fullest_rank, size, shown)]
         if limit is not None:
-            row.append("yes" if plan.largest.device <= limit else "no")
+            row.append("yes" if plan.fullest_rank.device <= limit else "no")
         table.add_row(*row)
     return table
 

@@ -37,10 +37,10 @@ from lightning_pipeoffload.planning.request import (
     PlanLimits,
     PlannedWork,
     PlannerOptions,
-    fill_request,
+    make_plan_request,
     options_of,
 )
-from lightning_pipeoffload.planning.run_plans import first_plan
+from lightning_pipeoffload.planning.run_plans import build_first_schedule
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device import Device as KnownDevice
 from lightning_pipeoffload.runtime.device import Devices
@@ -57,7 +57,7 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     Slices,
-    check_sizes,
+    check_positive_integers,
     device_indices,
     expand_to_stages,
     lower,
@@ -90,7 +90,7 @@ class Estimate:
         return f"{self.settings.schedule}{copies}"
 
     @property
-    def largest(self) -> RankNeeds:
+    def fullest_rank(self) -> RankNeeds:
         """The needs of the rank that needs most on its device."""
         return max(self.needs, key=lambda rank: rank.device)
 
@@ -143,7 +143,7 @@ class ModelPlanner:
             devices = [device_named(name, config.efficiency, **rates) for name in named]
             self.device = merge_devices(devices)
             self.mixture = devices if len({*named}) > 1 else ()
-            check_sizes(devices_per_machine=config.devices_per_machine)
+            check_positive_integers(devices_per_machine=config.devices_per_machine)
             precision = str((config.get("trainer") or {}).get("precision", "32-true"))
             self.matmul_kind = matmul_kind(self.device, precision, config.float16_sums)
         self._config, self._like = config, like
@@ -151,7 +151,7 @@ class ModelPlanner:
         self.num_slices = config.get("num_sequence_slices", 1)
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         counts = {"num_microbatches": self._count, "num_sequence_slices": self.num_slices}
-        check_sizes(**counts, **chunks)
+        check_positive_integers(**counts, **chunks)
         size = {"tensor_parallel_size": config.get("tensor_parallel_size", 1)}
         PipelineSettings(num_sequence_slices=self.num_slices, **size)  # which it may refuse
         self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto", **size)
@@ -187,7 +187,7 @@ class ModelPlanner:
         return [self.memories[place] if self.mixture else self.memory or inf for place in places]
 
     @property
-    def mean_flops(self) -> float:
+    def mean_flops_per_second(self) -> float:
         """Operations of a device in a second, of a mixture the mean."""
         if not self.mixture:
             return self.flops
@@ -203,14 +203,14 @@ class ModelPlanner:
         return None if self.device is None else SHARE_PLANNED * self.device.memory
 
     @property
-    def num_dividing(self) -> int:
+    def num_dividing_replicas(self) -> int:
         """The replicas that divide the batch among them; 1: each has a batch as large as it."""
         return int(self.settings.data_parallel_size) if self.is_searched else 1
 
     @property
     def num_batches(self) -> int:
         """The batches as large as that of the data that all replicas have together in a step."""
-        return int(self.settings.data_parallel_size) // self.num_dividing
+        return int(self.settings.data_parallel_size) // self.num_dividing_replicas
 
     @property
     def devices_per_machine(self) -> int:
@@ -251,8 +251,13 @@ class ModelPlanner:
             "recompute": option.recompute,
             "head_weight_grad": option.head_weight_grad,
         }
-        kept = option.max_live_microbatches(num_ranks)
-        key = placement, option.num_microbatches * self.num_dividing, kept, *varied.values()
+        kept = option.max_live_by_stage(num_ranks)
+        key = (
+            placement,
+            option.num_microbatches * self.num_dividing_replicas,
+            kept,
+            *varied.values(),
+        )
         if key not in self._needs:
             settings = replace(self.settings, **varied)
             probe = self.probe  # not inside: what a model cannot be made by is no reason of a plan
@@ -262,13 +267,13 @@ class ModelPlanner:
                 raise
             except ValueError as error:
                 raise ScheduleError(str(error)) from error
-            times = self._count / self.num_dividing / option.num_microbatches
-            self._needs[key] = needs.scaled(times)
+            times = self._count / self.num_dividing_replicas / option.num_microbatches
+            self._needs[key] = needs.scale_microbatch(times)
         return self._needs[key]
 
     def costs_of(self, option: PlanOption, num_ranks: int) -> Costs:
         """Return the costs of an option's stages: bytes, and seconds or average blocks' work."""
-        needs = self._with_optimizer(self.needs_of(option, num_ranks))
+        needs = self._add_optimizer_needs(self.needs_of(option, num_ranks))
         num_stages = len(needs.owned)
         unit = needs.flops_of_one / (self.flops if self.device else 1e12)
         compute: dict[str, Any] = {
@@ -303,7 +308,9 @@ class ModelPlanner:
         if int(self.settings.data_parallel_size) > 1:
             compute["reduce"] = links.reduce_seconds(needs.gradient_bytes(), placement)
         if needs.has_host_optimizer:
-            compute["step"] = [moved / self.device.host_rate for moved in needs.step_traffic()]
+            compute["step"] = [
+                moved / self.device.host_rate for moved in needs.optimizer_step_traffic()
+            ]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
 
     def _slices(self, needs: MemoryNeeds, option: PlanOption) -> Slices | None:
@@ -394,14 +401,14 @@ class ModelPlanner:
 
     def rank_needs(self, option: PlanOption, plan: Schedule) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
-        needs = self._with_optimizer(self.needs_of(option, plan.num_ranks))
+        needs = self._add_optimizer_needs(self.needs_of(option, plan.num_ranks))
         if option.num_sequence_slices > 1:
             needs = needs.with_slices_of(self.costs_of(option, plan.num_ranks))
         return needs.needs_by_rank(lower(plan))
 
     def memory_without_activations(self, option: PlanOption, num_ranks: int) -> Sequence[float]:
         """Return the bytes of each rank without activations."""
-        needs = self._with_optimizer(self.needs_of(option, num_ranks))
+        needs = self._add_optimizer_needs(self.needs_of(option, num_ranks))
         placement = option.placement(num_ranks)
         return [
             needs.bytes_without_activations(stages_on(placement, rank)) for rank in range(num_ranks)
@@ -409,16 +416,18 @@ class ModelPlanner:
 
     def least_memory_without_activations(self, option: PlanOption, num_ranks: int) -> float:
         """Return the bytes without activations that one rank of any cut has at least."""
-        return self._with_optimizer(self.needs_of(option, 1)).least_rank_bytes(num_ranks)
+        return self._add_optimizer_needs(self.needs_of(option, 1)).least_rank_bytes(num_ranks)
 
-    def _with_optimizer(self, needs: MemoryNeeds) -> MemoryNeeds:
+    def _add_optimizer_needs(self, needs: MemoryNeeds) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""
         settings = self.settings
         num_optimizer_shards = settings.num_optimizer_shards(int(settings.data_parallel_size))
         on_host, has_masters = settings.optimizer_offload, settings.master_weights is not None
         stand_ins = None
         if on_host or has_masters:
-            by_bucket, obstacle = self.probe.host_step if on_host else self.probe.master_step
+            by_bucket, obstacle = (
+                self.probe.host_step_support if on_host else self.probe.master_step_support
+            )
             if obstacle:
                 raise ScheduleError(obstacle)
             stand_ins = StandIns(by_bucket, has_masters, on_host)
@@ -454,14 +463,14 @@ class ModelPlanner:
         names = [device.name for device in self.mixture]
         machines = PlanLimits(self.memories if names else self.memory, must_fit, names=names)
         fixed = PlannerOptions(wanted, self.settings.offload, recipes)
-        return fill_request(work, machines, fixed, show=self._show, **how)
+        return make_plan_request(work, machines, fixed, show=self._show, **how)
 
     @property
     def steps_early(self) -> bool:
         """Whether an optimizer on the host steps as gradients become final."""
         settings = self.settings
         is_alone = settings.data_parallel_size == 1 and not self._is_clipped
-        return settings.optimizer_offload and is_alone and self.probe.host_step[0]
+        return settings.optimizer_offload and is_alone and self.probe.host_step_support[0]
 
     def settings_named(self, schedule: str, offload: str | float = "") -> PipelineSettings:
         """Return the settings with a schedule by its name, and an amount of offload if given."""
@@ -485,9 +494,9 @@ class ModelPlanner:
             request = planner.request([settings.option(count)], num_ranks, must_fit=False)
             plan = lower(planner.plan(request)[0].schedule)
         else:
-            plan = lower(first_plan(settings, num_ranks, count)[0])
+            plan = lower(build_first_schedule(settings, num_ranks, count)[0])
         # Not by the option: a schedule from a file has a placement of its own.
         joined = self.probe.joined_needs(plan.placement, count, settings)
-        needs = planner._with_optimizer(joined)
-        step = PlannedStep(plan, needs.costs_by_operations, self._has_barrier)
+        needs = planner._add_optimizer_needs(joined)
+        step = PlannedStep(plan, needs.costs_with_collective_waits, self._has_barrier)
         return Estimate(settings, num_ranks, count, needs.needs_by_rank(plan), step)

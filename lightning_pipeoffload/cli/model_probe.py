@@ -35,13 +35,17 @@ from lightning_pipeoffload.runtime.cut import (
     SegmentCosts,
     StageMemoryLimits,
     check_recompute_full,
-    classes_by_structure,
+    classify_by_structure,
     cut,
 )
 from lightning_pipeoffload.runtime.device import Devices
-from lightning_pipeoffload.runtime.making import costs_of_sizes, make_blueprint, making_shapes
+from lightning_pipeoffload.runtime.making import (
+    chain_and_costs_by_size,
+    make_blueprint,
+    making_parameter_shapes,
+)
 from lightning_pipeoffload.runtime.measure import move_head_w_to_b
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.shapes import RemoteTensor
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel import (
@@ -151,7 +155,7 @@ class ModelProbe:
 
     @contextmanager
     def _making_shapes(self) -> Iterator[None]:
-        with making_shapes(), self._precision.module_init_context():
+        with making_parameter_shapes(), self._precision.module_init_context():
             yield
 
     @cached_property
@@ -232,7 +236,7 @@ class ModelProbe:
         needs, sizes = needs_and_sizes
         forward, for_input, for_weight = needs.costs.seconds_by_kind(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
-        room = self._room(needs, placement, kept)
+        room = self._stage_memory_limits(needs, placement, kept)
         stages = cut(chain, costs, placement, settings.split, self._slowness(placement), room)
         if settings.head_weight_grad == "B":
             needs = replace(needs, costs=move_head_w_to_b(needs.costs, len(chain) + 1))
@@ -244,7 +248,7 @@ class ModelProbe:
     def _memory(self, placement: Sequence[int]) -> Sequence[float]:
         return () if self._devices is None else self._devices.memory_per_stage(placement)
 
-    def _room(
+    def _stage_memory_limits(
         self, needs: MemoryNeeds, placement: Sequence[int], kept: Sequence[int]
     ) -> StageMemoryLimits:
         """Return the memory of stages, for the needs of segments."""
@@ -303,7 +307,7 @@ class ModelProbe:
         rows = [] if self._like is None else self._like._rows_of_blocks(len(chain))
         if not rows:
             return []
-        places = representative_per_block([*zip(rows, classes_by_structure(chain), strict=True)])
+        places = representative_per_block([*zip(rows, classify_by_structure(chain), strict=True)])
         return places if max(places) + 1 < len(chain) else []
 
     def _repeated(
@@ -323,7 +327,7 @@ class ModelProbe:
                 left_out = sum(work[place] for place in places) - sum(work)
                 flops, count = self._flops_of_slice
                 self._flops_of_slice = flops + round(left_out * needs.flops_of_one), count
-            yield recompute, (needs.repeated(places), num_parameters)
+            yield recompute, (needs.repeat_stages(places), num_parameters)
 
     def _rows_of_blocks(self, num_blocks: int) -> list[Any]:
         """Return what each block was found to need; empty: they have not been traced one by one."""
@@ -336,7 +340,7 @@ class ModelProbe:
         """Return the blocks, for which the step may have to be traced."""
         key = str(settings.blocks)
         if key not in self._chains:
-            with self._cutting(CutSettings((0,), settings.blocks)) as pipeline:
+            with self._temporary_pipeline(CutSettings((0,), settings.blocks)) as pipeline:
                 if not len(pipeline.chain):
                     self._trace_first_microbatch(pipeline, self.batch_size)
                 self._chains[key] = pipeline.chain
@@ -360,7 +364,7 @@ class ModelProbe:
         settings = self._with_run_cut(placement, settings)
         arguments = placement, settings.blocks, settings.split, settings.recompute
         head = settings.head_weight_grad_choices[0]
-        with self._cutting(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
+        with self._temporary_pipeline(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
             size = self.batch_size // num_microbatches
             if not size:
                 raise ScheduleError(
@@ -377,7 +381,7 @@ class ModelProbe:
                 yield recompute, MemoryNeeds.of(pipeline, first, states, recompute=recompute)
 
     @contextmanager
-    def _cutting(self, cut_settings: CutSettings) -> Iterator[Pipeline]:
+    def _temporary_pipeline(self, cut_settings: CutSettings) -> Iterator[Pipeline]:
         _move_shapes_to_host(self._module)
         self._module = self._precision.convert_module(self._module)
         pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
@@ -397,7 +401,9 @@ class ModelProbe:
 
     def _trace_first_microbatch(self, pipeline: Pipeline, size: int) -> Microbatch:
         inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
-        slices = trace_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        slices = split_into_microbatches(
+            pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed
+        )
         return slices[0]
 
     def _with_run_cut(
@@ -425,7 +431,7 @@ class ModelProbe:
         """Return the blocks of a module in parts, and their costs by sizes."""
         key = str(blocks)
         if key not in self._sizes:
-            chain, _, costs = costs_of_sizes(self._module, blocks)
+            chain, _, costs = chain_and_costs_by_size(self._module, blocks)
             self._sizes[key] = chain, costs
         return self._sizes[key]
 
@@ -440,12 +446,12 @@ class ModelProbe:
             return _init_optimizers_and_lr_schedulers(self._module)[0]
 
     @cached_property
-    def host_step(self) -> tuple[bool, str]:
+    def host_step_support(self) -> tuple[bool, str]:
         """Whether the model's optimizers step by bucket, and why they cannot step on the host."""
         return self._stand_ins(on_host=True)
 
     @cached_property
-    def master_step(self) -> tuple[bool, str]:
+    def master_step_support(self) -> tuple[bool, str]:
         """The same of masters on the device."""
         return self._stand_ins(on_host=False)
 

@@ -98,7 +98,7 @@ def plan_figures(plan: Plan, with_candidates: bool) -> dict[str, Any]:
     report, names = plan.report, (*_COUNTS, "slowdown", "reason")
     figures = {name: getattr(report, name) for name in names} if report else {}
     if with_candidates:
-        figures["candidates"] = [candidate.figures() for candidate in plan.candidates]
+        figures["candidates"] = [candidate.report_row() for candidate in plan.candidates]
     return figures
 
 
@@ -108,7 +108,7 @@ def print_json(figures: Mapping[str, Any]) -> None:
 
 def about_choice(plan: Plan, units: Units, about_copies: str = "") -> list[Part]:
     """Return the plans that were tried, and why the rest was not."""
-    table = choice_table(plan, units.write_time, units.write_memory)
+    table = choice_table(plan, units.format_time, units.format_memory)
     return [table, *lines_of_refused(plan.candidates), *[about_copies] * bool(about_copies), ""]
 
 
@@ -147,7 +147,7 @@ def plan_answer(
     share, timeline = hideable_copy_share(step.costs, step.schedule.num_stages), step.timeline
     copies = {"copy_ratio": ratio if isfinite(ratio) else None, "free_share": share}
     copies["full_offload_is_free"] = share == 1
-    makespan = units.write_time_with_unit(timeline.makespan)
+    makespan = units.format_time_with_unit(timeline.makespan)
     alone = f"alone {makespan}, bubble {share_text(timeline.bubble)}"
     parts: list[Part] = [*before, _rank_table(step, units), _sentence(step, units), alone]
     parts += [*_about_the_busiest(timeline.busy), *after, ""]
@@ -158,7 +158,7 @@ def plan_answer(
 
 def _sentence(step: PlannedStep, units: Units) -> str:
     barrier = f"with{'' if step.has_barrier else 'out'} a barrier between steps"
-    period = units.write_time_with_unit(step.period)
+    period = units.format_time_with_unit(step.period)
     return f"a step every {period} {barrier}, bubble {share_text(step.bubble)}"
 
 
@@ -209,9 +209,9 @@ def _rank_table(step: PlannedStep, units: Units) -> Table:
     table = bare_table(*headings, title=_headline(step) + units.title_suffix)
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
-        times = map(units.write_time, (busy, timeline.makespan - busy))
+        times = map(units.format_time, (busy, timeline.makespan - busy))
         table.add_row(
-            str(rank), stages, *times, units.write_memory(peak, max(timeline.peak_memory))
+            str(rank), stages, *times, units.format_memory(peak, max(timeline.peak_memory))
         )
     return table
 
@@ -248,11 +248,11 @@ def comparison_table(rows: Iterable[Mapping[str, Any]], title: str, units: Units
 def _cells(row: Mapping[str, Any], units: Units, most: float) -> list[str]:
     return [
         str(row["num_chunks"]),
-        units.write_time(row["period"]),
+        units.format_time(row["period"]),
         share_text(row["period_bubble"]),
-        units.write_time(row["makespan"]),
+        units.format_time(row["makespan"]),
         share_text(row["bubble"]),
-        units.write_memory(max(row["peak_memory"]), most),
-        units.write_memory(max(row["peak_host_memory"]), most),
+        units.format_memory(max(row["peak_memory"]), most),
+        units.format_memory(max(row["peak_host_memory"]), most),
         str(sum(row["messages"])),
     ]

@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_pipeoffload.runtime import TensorSpec
 from lightning_pipeoffload.runtime.comm import Transport
 from lightning_pipeoffload.runtime.device import ActionTimer, accelerator_module, synchronized_time
-from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_costs
+from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, median_costs
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
-from lightning_pipeoffload.runtime.step import Microbatch, set_plan_indices
+from lightning_pipeoffload.runtime.step import Microbatch, set_indices_and_weights
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     RECVS,
@@ -68,7 +68,7 @@ class Rehearsal:
         """
         pipeline, device = self.pipeline, self.pipeline.device
         transport = AbsentNeighbours(plan, pipeline.rank, costs, device)
-        microbatches = set_plan_indices(self._cut_batch(plan.num_microbatches))
+        microbatches = set_indices_and_weights(self._cut_batch(plan.num_microbatches))
         if not pipeline.committed:
             pipeline.commit()
         timer = ActionTimer(device)
@@ -77,7 +77,7 @@ class Rehearsal:
             self.executor.set_message_limits(plan, costs)
         seconds = []
         for _ in range(num_steps + 1):
-            self.executor.time_by(ActionTimer(device))
+            self.executor.set_timer(ActionTimer(device))
             started = synchronized_time()
             transport.start_step()
             self.executor.run(plan, microbatches)
@@ -88,7 +88,7 @@ class Rehearsal:
     def measure_stages(self, schedule: Schedule, speed: CopySpeed) -> dict[int, StageCosts]:
         """Return the costs of this rank's stages, from a schedule of a few microbatches."""
         self.run(lower(serialize_microbatches(schedule)), None, 1)
-        return dict(measure_costs(self.executor, speed).stages)
+        return dict(median_costs(self.executor, speed).stages)
 
 
 class AbsentNeighbours(Transport):

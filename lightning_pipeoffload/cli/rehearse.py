@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
-from lightning_pipeoffload.schedule import ScheduleError, check_sizes
+from lightning_pipeoffload.schedule import ScheduleError, check_positive_integers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,7 +29,7 @@ def rehearse(config: DictConfig) -> None:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(_FORMATS)}")
     chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
     counts = ("num_ranks", "num_microbatches", "num_steps")
-    check_sizes(**{name: config[name] for name in counts}, **chunks)
+    check_positive_integers(**{name: config[name] for name in counts}, **chunks)
     if not isinstance(config.rank, int) or not 0 <= config.rank < config.num_ranks:
         raise ScheduleError(
             f"rank ({config.rank}) must be from 0 to {config.num_ranks - 1}, of {config.num_ranks}"

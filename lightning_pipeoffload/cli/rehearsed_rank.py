@@ -25,12 +25,12 @@ from lightning_pipeoffload.loop import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
 from lightning_pipeoffload.planning.request import PlannedWork
-from lightning_pipeoffload.planning.run_plans import plan_of, request_by_name
+from lightning_pipeoffload.planning.run_plans import make_plan_with_advice, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut import CutSettings, materialize_slot
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_copy_speed
-from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, scales_of
 from lightning_pipeoffload.runtime.step import Microbatch, sharing_casts
 from lightning_pipeoffload.runtime.users_code import Slot
@@ -135,7 +135,7 @@ class RehearsedModel(ModelProbe):
         for slot in pipeline.tensors.slots:
             if pipeline.tensors.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
                 _fill(slot, real_tensors)
-        pipeline.cut_anew(rank, cut)
+        pipeline.prepare_new_cut(rank, cut)
         return pipeline
 
     def cut(self, count: int) -> Sequence[Microbatch]:
@@ -143,7 +143,7 @@ class RehearsedModel(ModelProbe):
         batch: Any = move_data_to_device(self._batch, self._device)
         inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})
         with self._precision.train_step_context():
-            slices = trace_batch(
+            slices = split_into_microbatches(
                 self._pipeline, inputs.batch, self._size, inputs.step, inputs.kind, inputs.seed
             )
         return (slices * count)[:count]
@@ -215,8 +215,8 @@ def _run(
     measured = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, measured, speed, schedule.num_stages)
     work = PlannedWork(schedule.num_ranks, lambda option: costs)
-    plan = lower(plan_of(request_by_name(settings, work, count)).schedule)
-    run.memory.forget_peaks()
+    plan = lower(make_plan_with_advice(request_by_name(settings, work, count)).schedule)
+    run.memory.reset_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)
     timeline = simulate(plan, costs)
@@ -262,8 +262,8 @@ def _costs_of_all(
     return replace(
         shapes,
         **seconds,
-        offload=[size / speed.to_host * speed.slowed_by for size in sizes],
-        reload=[size / speed.to_device * speed.slowed_by for size in sizes],
+        offload=[size / speed.to_host * speed.copy_slowdown for size in sizes],
+        reload=[size / speed.to_device * speed.copy_slowdown for size in sizes],
         copy_lanes=speed.num_lanes,
     )
 

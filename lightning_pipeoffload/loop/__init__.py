@@ -1,10 +1,10 @@
 """One rank's batches: Lightning's loops around a step, and the plan's run in its place."""
 
 from .backward import BackwardHooks
-from .data import count_seen, group_sampler_of, skip_seen_batches
+from .data import count_resumed_batches, group_sampler_of, make_loader_skip_seen
 from .fit import Fit
-from .lightning_patches import BackwardInStep, keep_group_samplers, patch_sigterm_handling
-from .model_in_parts import ModelInParts
+from .lightning_patches import BackwardInStep, patch_sigterm_handling, prevent_distributed_samplers
+from .model_in_parts import PartedModuleBuilder
 from .run_checks import (
     check_run,
     refuse_hooks_reading_shards,

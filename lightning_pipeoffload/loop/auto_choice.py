@@ -26,9 +26,9 @@ from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.report import Progress, print_line
 from lightning_pipeoffload.planning.request import PlannedWork, options_of
-from lightning_pipeoffload.planning.run_plans import plan_for_all, request_for
+from lightning_pipeoffload.planning.run_plans import make_plan_on_all_ranks, make_run_request
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut import digest_blocks, find_classes, recompute_risk
+from lightning_pipeoffload.runtime.cut import classify_blocks, digest_blocks, recompute_risk
 from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     BlockMeasurement,
@@ -160,15 +160,15 @@ class AutoChoice:
         if torch.are_deterministic_algorithms_enabled():  # times differ from run to run
             return self._by_default(num_microbatches)
         first = cut_batch(num_microbatches)[0]
-        self._record_trace()
+        self._record_first_cut()
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if store is not None:
             self._store(store, cut_costs, chosen)
         order = self._find_better_device_order(cut_costs, chosen.limits, chosen)
         return replace(chosen, better_order=order)
 
-    def _record_trace(self) -> None:
-        self._shared = self._pipeline.shared_segments()
+    def _record_first_cut(self) -> None:
+        self._shared = self._pipeline.segments_of_shared_parameters()
         self._left_out = self._find_recompute_risk()
         self._first_cut = self._pipeline.cut  # measuring cuts it in other ways
 
@@ -180,7 +180,7 @@ class AutoChoice:
         if stored is None:
             return None
         cut_batch(stored.option.num_microbatches)
-        self._record_trace()
+        self._record_first_cut()
         is_same = self._works[stored.option.num_microbatches] == stored.work
         if not self._group.world.broadcast(is_same, 0):
             return None
@@ -188,7 +188,7 @@ class AutoChoice:
             self._group.devices = replace(self._group.devices, slowness=(*stored.slowness,))
         by_recompute = {(stored.option.recompute, stored.option.num_microbatches): stored.measured}
         cut_costs = CutCosts(self._pipeline, by_recompute, self._settings, True)
-        limits = self._limits(stored.bytes_without_activations[self._group.global_rank])
+        limits = self._gather_limits(stored.bytes_without_activations[self._group.global_rank])
         self._add_limits(cut_costs, limits)
         try:
             chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
@@ -216,7 +216,7 @@ class AutoChoice:
     ) -> tuple[CutCosts, ScheduleChoice]:
         """Measure recomputation only where the memory limit excludes a plan without it."""
         counts = [num_microbatches]
-        more = self._settings.more_microbatches(num_microbatches, batch_size)
+        more = self._settings.next_num_microbatches(num_microbatches, batch_size)
         if more and not depends_on_microbatch_size(self._pipeline):
             counts.append(more)
         compile_ahead(self._pipeline, first.record)
@@ -250,12 +250,12 @@ class AutoChoice:
 
     def _decide_by(self, cut_costs: CutCosts, before: Plan | None = None) -> ScheduleChoice:
         """Plan the options; of those of an earlier plan only the best again, with the others."""
-        limits = self._limits(
+        limits = self._gather_limits(
             None if self._trial is None else self._trial.bytes_without_activations
         )
         self._machine_limits = limits
         self._add_limits(cut_costs, limits)
-        wanted = cut_costs.with_cuts(self._options(cut_costs))
+        wanted = cut_costs.add_cut_variants(self._options(cut_costs))
         if before is None:
             return self._decide(cut_costs, limits, wanted)
         best = before.best.option
@@ -271,7 +271,7 @@ class AutoChoice:
     def _costs_by_operations(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
         try:
-            return MemoryNeeds.of(self._pipeline, first).costs_by_operations
+            return MemoryNeeds.of(self._pipeline, first).costs_with_collective_waits
         except Exception as error:  # the user's own code, which may not run without values
             self._log(f"{type(error).__name__}: {error}".splitlines()[0])
             return self._pipeline.cut.costs
@@ -297,7 +297,7 @@ class AutoChoice:
             self._log(obstacle)
             return None
         speed = self._measurements.copy_speed(self._may_copy)
-        classes = find_classes(self._pipeline.chain, first.record)
+        classes = classify_blocks(self._pipeline.chain, first.record)
         classes = self._group.world.broadcast(classes, 0)
         if self._trial is None:
             self._trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
@@ -321,7 +321,7 @@ class AutoChoice:
                 for place in range(2)
             )
             if trial.devices is None:
-                compared = trial.compare(self._group.devices, samples, stages)
+                compared = trial.compare_devices(self._group.devices, samples, stages)
                 trial.devices = self._group.devices = self._group.world.broadcast(compared, 0)
             costs[recompute, count] = trial.costs_of_blocks(samples, stages)
         return costs or None
@@ -352,12 +352,14 @@ class AutoChoice:
     def _may_copy(self) -> bool:
         return self._is_limited or self._settings.offload not in ("auto", "none")
 
-    def _limits(self, bytes_without_activations: int | None) -> MachineLimits:
+    def _gather_limits(self, bytes_without_activations: int | None) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
         limits = self._measurements.gather_limits(keeps, bytes_without_activations)
         states = self._state_bytes()
         if self._settings.optimizer_offload:
-            hosts = [None if host is None else host.less(states) for host in limits.hosts]
+            hosts = [
+                None if host is None else host.less_optimizer_bytes(states) for host in limits.hosts
+            ]
             return replace(limits, hosts=hosts)
         if limits.devices is None or limits.names:  # of unlike devices each cut counts its own
             return limits
@@ -423,7 +425,7 @@ class AutoChoice:
         must_fit: bool = False,
     ) -> ScheduleChoice:
         request = self._request(self._settings, cut_costs, limits, wanted, must_fit)
-        plan = plan_for_all(self._group, request)
+        plan = make_plan_on_all_ranks(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(cut_costs)])
         option = plan.best.option
         settings = replace(
@@ -452,7 +454,7 @@ class AutoChoice:
             cut_costs.memory_without_activations,
             has_barrier=partial(self._has_barrier, cut_costs),
         )
-        return request_for(settings, work, wanted, limits, must_fit, self._progress.show)
+        return make_run_request(settings, work, wanted, limits, must_fit, self._progress.show)
 
     def _find_better_device_order(
         self, cut_costs: CutCosts, limits: MachineLimits, chosen: ScheduleChoice | None
@@ -485,8 +487,10 @@ class AutoChoice:
                 if given is not None:
                     moved = [int(given[place]) for place in places]
                     settings = replace(settings, memory_limit=moved)
-                there = limits.in_order(places)
-                return self._request(settings, other, there, other.with_cuts(wanted), must_fit=True)
+                there = limits.reordered(places)
+                return self._request(
+                    settings, other, there, other.add_cut_variants(wanted), must_fit=True
+                )
 
             found = find_better_order(cut_costs, devices, request_in, wanted[0], period)
         return self._group.world.broadcast(found, 0)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.loop.hooks import CollectedValues, users_hooks
-from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
+from lightning_pipeoffload.loop.post_validation import Clipping, LossScaling, PostValidation
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.run import Pipeline
@@ -153,7 +153,7 @@ class BatchBackward(BackwardHooks):
         """Do what Lightning does after a backward; return the output, or a zero for the loss."""
         if accumulation.is_last or accumulation.gradient_hooks:
             self._pipeline.sum_stage_gradients()
-            self._pipeline.gradients.sum_shared()
+            self._pipeline.gradients.sum_shared_gradients()
             self._is_summed = True
         self._pipeline.gradient_changes.record()
         output = self._loss_or_zero(None) if output is None else output
@@ -225,19 +225,19 @@ class GradientClipper:
         self._changes.record()
         # A rank whose parameters are frozen has looked at nothing.
         overflow = by_device.get(found_inf.device, found_inf)
-        if self._validation.assumes():
+        if self._validation.steps_before_validation():
             self._validation.defer_overflow_check(_scaling(scaler, overflow))
             return {found_inf.device: overflow}
         return {found_inf.device: self._gradients.max_over_ranks(overflow)}
 
 
-def _scaling(scaler: GradScaler, overflow: Tensor) -> Scaling:
+def _scaling(scaler: GradScaler, overflow: Tensor) -> LossScaling:
     """Return how a scale goes on, by the numbers that it has now."""
     # Private: the scale, and how many steps in a row it was not too large.
     scale, growth = scaler._scale, scaler._growth_tracker
     assert scale is not None
     assert growth is not None
-    return Scaling(
+    return LossScaling(
         overflow, partial(_lower, scaler, scale.clone(), growth.clone()), (scale, growth)
     )
 

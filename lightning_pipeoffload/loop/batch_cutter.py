@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_pipeoffload.loop.data import (
     check_rows,
-    count_seen,
+    count_resumed_batches,
     group_sampler_of,
     is_collated_by_torch,
     loader_size,
@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.batch import (
     batch_size,
 )
 from lightning_pipeoffload.runtime.cut import StepRecord
-from lightning_pipeoffload.runtime.run import Pipeline, trace_microbatches
+from lightning_pipeoffload.runtime.run import Pipeline, build_microbatches
 from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
@@ -104,7 +104,7 @@ class BatchCutter:
             )
         if is_training:
             epoch = trainer.current_epoch
-            self._note_packed_rows(loader, self._num_loaders[epoch], count_seen(trainer))
+            self._note_packed_rows(loader, self._num_loaders[epoch], count_resumed_batches(trainer))
             self._num_loaders[epoch] += 1
 
     def _note_packed_rows(self, loader: Any, position: int, num_seen: int) -> None:
@@ -146,7 +146,7 @@ class BatchCutter:
         self._num_loaders.clear()
         self._cuts_predictions.clear()
 
-    def resume(self, first_batch: Mapping[str, Any]) -> None:
+    def restore_first_batch(self, first_batch: Mapping[str, Any]) -> None:
         """Continue with what the first batches of a fit that was saved have decided."""
         self.first_batch |= copy.deepcopy(dict(first_batch))
         self._structures.clear()
@@ -169,7 +169,7 @@ class BatchCutter:
         else:
             microbatches = self.trace(inputs, self.make_user_microbatches(inputs))
         if is_first and len(microbatches) > 1:
-            self._note_differences(inputs, microbatches)
+            self._warn_of_differences(inputs, microbatches)
         return microbatches
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
@@ -240,7 +240,7 @@ class BatchCutter:
             f"last batch with drop_last=True"
         ) from error
 
-    def _note_differences(self, inputs: StepInputs, microbatches: list[Microbatch]) -> None:
+    def _warn_of_differences(self, inputs: StepInputs, microbatches: list[Microbatch]) -> None:
         """Warn where microbatches give other numbers than the whole batch.
 
         A trace with more samples tells what follows their number from what is as large by chance.
@@ -259,7 +259,7 @@ class BatchCutter:
         """
         try:
             part = self._split(inputs, size).parts[0]
-            return self._pipeline.records.find(inputs.kind, part, inputs.step, inputs.seed)
+            return self._pipeline.records.find_or_trace(inputs.kind, part, inputs.step, inputs.seed)
         except Exception:
             return None
 
@@ -347,7 +347,7 @@ class BatchCutter:
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).print_if_slow("tracing") if is_first else nullcontext():
-            microbatches = trace_microbatches(*arguments)
+            microbatches = build_microbatches(*arguments)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks

@@ -90,7 +90,7 @@ class BatchEndExchange:
         if self.stop is not None:
             self.stop.start_batch(num_microbatches)
 
-    def counted(self) -> AbstractContextManager[None]:
+    def counting_batch(self) -> AbstractContextManager[None]:
         """Return the context of a batch's run, which is counted."""
         return nullcontext() if self._arrivals is None else self._arrivals.batch()
 
@@ -98,14 +98,14 @@ class BatchEndExchange:
         """Exchange with all ranks, after the hooks of a batch's end; ``LoopPatches`` calls it."""
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
-            due_clocks = 0 if self.clocks is None else self.clocks.end_batch()
+            due_clocks = 0 if self.clocks is None else self.clocks.update_due_clocks()
             self._exchange.end_batch(plans.flags(wants_stop, due_clocks), self._options())
             of_all = self._exchange.pop_flags()
             if self.stop is not None:
                 self.stop.end_batch(wants_stop, of_all.stops)
-            plans.receive(of_all)
+            plans.merge_flags(of_all)
         if self._requeue is not None:
-            self._requeue.end_batch()
+            self._requeue.requeue_after_agreed_step()
 
     def _wants_stop(self) -> bool:
         return self.stop is not None and self.stop.wants_stop()
@@ -119,7 +119,7 @@ class BatchEndExchange:
         """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
         self.reach_milestone()
         if self.stop is not None:
-            self.stop.apply(self._flush())
+            self.stop.set_should_stop(self._flush())
 
     def compare_batches(self) -> None:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
@@ -132,13 +132,13 @@ class BatchEndExchange:
         self._flush()
         self._split.loss_weights.check_last_batch()
 
-    def end_training(self) -> None:
+    def requeue_if_asked(self) -> None:
         """Save and requeue if that is still to be done, after the last batch."""
         if self._requeue is not None:
-            self._requeue.end_training(self._split.group)
+            self._requeue.requeue_if_requested(self._split.group)
 
     def _flush(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""
         of_all = self._exchange.flush(Flags(stops=self._wants_stop()), self._options())
-        self._split.plans.receive(of_all)
+        self._split.plans.merge_flags(of_all)
         return of_all.stops

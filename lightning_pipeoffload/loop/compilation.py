@@ -21,12 +21,12 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
     if group.is_global_zero:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
-    with group.world.waiting_without_timeout():
+    with group.world.untimed_barrier_on_exit():
         chain = pipeline.chain
         for stage in pipeline.tensors.local_stages:
             for index in pipeline.cut.stages[stage].blocks:
                 first = record.arguments.calls[record.calls.blocks.index(index)]
-                with first.with_zeros() as (args, kwargs):
+                with first.zero_arguments() as (args, kwargs):
                     call = partial(chain.plain_calls[index], *args, **kwargs)
                     pipeline.compiler.compile_ahead(chain.blocks[index], call)
     if group.is_global_zero:

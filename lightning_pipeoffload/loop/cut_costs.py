@@ -71,12 +71,15 @@ class CutCosts:
             return self._partition
         if option not in self._stages:
             placement, costs = option.placement(self._num_ranks), self._measured_costs(option)[0]
-            slowness, room = self._devices.slowness_per_stage(placement), self._room(option, costs)
+            slowness, room = (
+                self._devices.slowness_per_stage(placement),
+                self._stage_memory_limits(option, costs),
+            )
             arguments = self._pipeline, costs, placement, self._split, slowness, room
             self._stages[option] = cut_by_costs(*arguments)
         return self._stages[option]
 
-    def _room(self, option: PlanOption, costs: Costs) -> StageMemoryLimits:
+    def _stage_memory_limits(self, option: PlanOption, costs: Costs) -> StageMemoryLimits:
         """Return the memory of stages by an option's cut; see :class:`PlanOption`."""
         if not option.num_kept or self.limits is None:
             return NO_MEMORY_LIMITS
@@ -88,7 +91,7 @@ class CutCosts:
         ]
         sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
         return StageMemoryLimits(
-            sizes, limits, option.max_live_microbatches(self._num_ranks), self.weights
+            sizes, limits, option.max_live_by_stage(self._num_ranks), self.weights
         )
 
     def memory_without_activations(self, option: PlanOption) -> float | Sequence[float]:
@@ -104,7 +107,7 @@ class CutCosts:
             memory[placement[stage.index]] += sum(self.weights[s] for s in stage.segments)
         return memory
 
-    def with_cuts(self, wanted: Sequence[PlanOption]) -> list[PlanOption]:
+    def add_cut_variants(self, wanted: Sequence[PlanOption]) -> list[PlanOption]:
         """Return options, and with other cuts where a cut by times may not fit unlike devices."""
         is_free = self._split == "auto" and self.is_measured
         if self.limits is None or not is_free:
@@ -122,15 +125,15 @@ class CutCosts:
                         found.append(each)
         return found
 
-    def in_order(self, places: Sequence[int]) -> CutCosts:
-        """Return the costs on the same devices in another order; see :meth:`.Devices.in_order`."""
+    def reordered(self, places: Sequence[int]) -> CutCosts:
+        """Return the costs on the same devices in another order; see :meth:`.Devices.reordered`."""
         other = copy(self)
-        other._devices, other._stages = self._devices.in_order(places), {}
+        other._devices, other._stages = self._devices.reordered(places), {}
         other.limits = None if self.limits is None else [self.limits[place] for place in places]
         other.taken = [self.taken[place] for place in places] if self.taken else ()
         return other
 
-    def busiest(self, option: PlanOption) -> float:
+    def busiest_rank_seconds(self, option: PlanOption) -> float:
         """Return the seconds for which the busiest rank computes a microbatch."""
         placement = option.placement(self._num_ranks)
         work = [0.0] * self._num_ranks
@@ -148,7 +151,7 @@ class CutCosts:
             costs = move_head_w_to_b(costs, len(self._pipeline.chain) + 1)
         of_stages = costs_of_stages(costs, stages, overhead)
         slowness = self._devices.slowness_per_stage(option.placement(self._num_ranks))
-        return of_stages.slowed(slowness) if slowness else of_stages
+        return of_stages.scale_compute_times(slowness) if slowness else of_stages
 
     def _measured_costs(self, option: PlanOption) -> tuple[Costs, ActionOverhead]:
         return self.by_recompute[option.recompute, option.num_microbatches]

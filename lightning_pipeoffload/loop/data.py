@@ -145,7 +145,7 @@ def epoch_to_read(trainer: Trainer) -> int:
     return max(trainer.current_epoch, int(loop.epoch_progress.current.processed))
 
 
-def count_seen(trainer: Trainer) -> int:
+def count_resumed_batches(trainer: Trainer) -> int:
     """Return how many batches of its epoch a fit that resumes has done."""
     batches = _resumed_batches(trainer)
     is_within = batches is not None and not batches.is_last_batch
@@ -176,7 +176,7 @@ def silenced(message: str) -> Iterator[None]:
             warnings.filters.remove(added)  # type: ignore[attr-defined] # a list
 
 
-def skip_seen_batches(loader: object, num_seen: int, at_end: ExitStack) -> None:
+def make_loader_skip_seen(loader: object, num_seen: int, at_end: ExitStack) -> None:
     """Start the next iteration over a training loader after the batches that were seen.
 
     They are read and dropped, so that workers draw for the rest what they would have drawn.
@@ -239,14 +239,18 @@ class FirstBatches:
             refuse_unclear_list(batch, loader_size(loader))
 
     def _record_batch(self, loader: Any, batch: Any, number: int) -> None:
-        if self._replicas.num == 1 or self._num_steps >= NUM_CHECKED or _is_shared_out(loader):
+        if (
+            self._replicas.num == 1
+            or self._num_steps >= NUM_CHECKED
+            or _has_replica_sampler(loader)
+        ):
             return
         name = type(getattr(loader, "dataset", loader)).__name__
         _, checksums = self._of_loaders.setdefault(id(loader), (name, []))
         if number == len(checksums) < NUM_CHECKED:
             checksums.append(start_checksum(batch)())
 
-    def start_step(self) -> None:
+    def compare_if_due(self) -> None:
         """Compare in the last of the first steps; in the others no rank waits.
 
         Raises:
@@ -272,7 +276,7 @@ def _explain(name: str, one: int, other: int) -> str:
     )
 
 
-def _is_shared_out(loader: Any) -> bool:
+def _has_replica_sampler(loader: Any) -> bool:
     if not isinstance(loader, DataLoader):
         return False
     if group_sampler_of(loader) is not None:

@@ -49,10 +49,10 @@ def find_better_order(
         period: Seconds of the plan of now; infinite where none fits.
     """
     promising: list[tuple[float, tuple[int, ...], CutCosts]] = []
-    for places in _orders(devices, cut_costs.limits):
-        other = cut_costs.in_order(places)
+    for places in _distinct_device_orders(devices, cut_costs.limits):
+        other = cut_costs.reordered(places)
         try:
-            promising.append((other.busiest(option), places, other))
+            promising.append((other.busiest_rank_seconds(option), places, other))
         except ScheduleError:  # too few blocks
             return None
     best, found = period, None
@@ -69,7 +69,9 @@ def find_better_order(
     return BetterOrder(found, gain, _line([devices.each[place] for place in found], found))
 
 
-def _orders(devices: Devices, limits: Sequence[float] | None) -> Iterator[tuple[int, ...]]:
+def _distinct_device_orders(
+    devices: Devices, limits: Sequence[float] | None
+) -> Iterator[tuple[int, ...]]:
     """Yield other orders, of alike devices one each; machines stay whole."""
     count = len(devices.each)
     if count > _MOST_DEVICES:

@@ -12,7 +12,11 @@ from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.batch import batch_size, shape_signature
 from lightning_pipeoffload.runtime.shapes import substitute_values
-from lightning_pipeoffload.runtime.step import Microbatch, set_plan_indices, without_fused_layers
+from lightning_pipeoffload.runtime.step import (
+    Microbatch,
+    set_indices_and_weights,
+    without_mha_fastpath,
+)
 from lightning_pipeoffload.runtime.users_code import GlobalWriteError, StepCall
 
 log = logging.getLogger(__name__)
@@ -46,7 +50,7 @@ class Evaluation:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
         key = inputs.kind, shape_signature(inputs.batch)
         is_open = not self._runs_whole.get(key)
-        microbatches = self._cut(inputs, key) if is_open else None
+        microbatches = self._try_cut(inputs, key) if is_open else None
         self._record(microbatches or ())
         if microbatches is not None and not self._runs_whole[key]:
             return self._run_microbatches(inputs, microbatches)
@@ -62,18 +66,18 @@ class Evaluation:
         training.prepare_for_batch(
             any(map(attrgetter("is_new"), microbatches)), split.pipeline.cut.costs
         )
-        self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
-        sizes, shares = split.shares(inputs, microbatches)
+        self._exchange.start_batch_checksum(inputs.batch, f"batch in {inputs.kind}")
+        sizes, shares = split.sizes_and_shares(inputs, microbatches)
         results: list[Any] = []
         most = training.schedule.num_microbatches  # a batch may have more packed rows
-        with without_fused_layers(split.pipeline.device):
+        with without_mha_fastpath(split.pipeline.device):
             for start in range(0, len(microbatches), most):
-                some = set_plan_indices(microbatches[start : start + most])
+                some = set_indices_and_weights(microbatches[start : start + most])
                 results += split.executor.run(training.lower_for_evaluation(len(some)), some)
         self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
 
-    def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
+    def _try_cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in microbatches; None: not cut."""
         cutter, microbatches, obstacle = self._split.cutter, None, ""
         parts = cutter.make_user_microbatches(inputs) if cutter.by_user else None
@@ -119,7 +123,7 @@ class Evaluation:
         Returns:
             The outcome, and whether the step has called the blocks as the traces did.
         """
-        self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
+        self._exchange.start_batch_checksum(inputs.batch, f"batch in {inputs.kind}")
         num_shared = self._num_shared_calls(inputs.kind, microbatches)
         run = self._split.whole_runs.prepare_run(inputs.seed, num_shared_calls=num_shared)
         with run.running():

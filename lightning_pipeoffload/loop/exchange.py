@@ -93,7 +93,7 @@ class Exchange:
         self._flags_of_all, self._all_stop = Flags(), False
         self._of_root: Callable[[], torch.Tensor] | None = None
 
-    def record_checksum(self, batch: Any, kind: str) -> None:
+    def start_batch_checksum(self, batch: Any, kind: str) -> None:
         """Start to compute the checksum of a batch, which errors call ``kind``, where needed."""
         if self._compares_batches:
             self._batch = _Batch(kind, start_checksum(batch))
@@ -109,7 +109,7 @@ class Exchange:
             RuntimeError: Hooks have made different batches on the ranks of a pipeline.
             ValueError: The optimizers' options are different.
         """
-        self.read()
+        self.wait_for_flags()
         batch, self._batch = self._batch, _Batch()
         if self._is_late:
             batch, self._before = self._before, batch
@@ -120,9 +120,9 @@ class Exchange:
         flags, self._flags_of_all = self._flags_of_all, Flags()
         return flags
 
-    def all_stop(self) -> bool:
+    def all_ranks_want_stop(self) -> bool:
         """Wait for the vectors that were sent last; return whether all ranks want to stop."""
-        self.read()
+        self.wait_for_flags()
         return self._all_stop
 
     def flush(self, flags: Flags, options: StepOptions | None = None) -> Flags:
@@ -136,7 +136,7 @@ class Exchange:
         if self._before.kind:
             self.end_batch(flags, options)
         before = self.pop_flags()
-        last = self.read()
+        last = self.wait_for_flags()
         self.pop_flags()
         # A wish to stop is sent again as long as it stands: only the last one counts.
         return before.merged(last)._replace(stops=last.stops)
@@ -179,7 +179,7 @@ class Exchange:
 
         return wait
 
-    def read(self) -> Flags:
+    def wait_for_flags(self) -> Flags:
         """Read the vectors that were sent last; return all flags since :meth:`pop_flags`."""
         sent, self._sent = self._sent, None
         if sent is None:

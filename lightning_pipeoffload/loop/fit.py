@@ -6,7 +6,7 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
       the closure: Lightning runs training_step within the optimizer's step (BackwardInStep)
         Fit.train            StepCalls.inputs, BatchCutter.cut_training_batch
                              Fit._run           the plan, measured anew; the executor: F, B, W
-                             LogCapture.replay  each name that steps have logged, once
+                             LogCapture         each name that steps have logged, once
                              BatchBackward      sums over ranks, on_after_backward
         GradientClipper      clipping, the loss scale
       the update             NarrowedOptimizer  of this rank's parameters only
@@ -48,7 +48,7 @@ from lightning_pipeoffload.loop.lightning_patches import (
     filtering_by_identity,
     install_shared_metrics,
 )
-from lightning_pipeoffload.loop.model_in_parts import ModelInParts
+from lightning_pipeoffload.loop.model_in_parts import PartedModuleBuilder
 from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
 from lightning_pipeoffload.loop.reading import BatchDistributor
 from lightning_pipeoffload.loop.split import Split
@@ -62,9 +62,9 @@ from lightning_pipeoffload.processes import Processes
 from lightning_pipeoffload.runtime import forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step import (
     Microbatch,
-    in_slices,
-    set_plan_indices,
+    set_indices_and_weights,
     sharing_casts,
+    split_into_slices,
 )
 
 
@@ -93,7 +93,7 @@ class Fit:
         split: Split,
         processes: Processes,
         environment: ClusterEnvironment | None,
-        making: ModelInParts,
+        making: PartedModuleBuilder,
         seed: int,
         resumed: ResumeState | None,
         at_end: ExitStack,
@@ -112,14 +112,14 @@ class Fit:
             None if resumed is None else resumed.reader_state(group.replica, group.num_replicas),
             resumed is not None,
         )
-        self._reading.join(at_end)
+        self._reading.install(at_end)
         if processes.board is not None:
             processes.board.add_poll(self._reading.poll)
         # Code of the user's may make a batch another one on some ranks.
         compares_batches = by_user or bool(users_hooks(trainer, BEFORE_STEPS))
         self._exchange = Exchange(pipeline, pipeline.device.type != "cpu", compares_batches)
         self.boundary = StepBoundary(trainer, pipeline, split.masters)
-        split.plans.enter(self.boundary)
+        split.plans.set_boundary(self.boundary)
         at_end.callback(self.boundary.leave)
         self.batch_end = BatchEndExchange(
             trainer, split, self._exchange, self.boundary, processes, environment, at_end
@@ -139,7 +139,7 @@ class Fit:
             at_end.enter_context(silenced(".*sync_dist=True.*"))
         after_hooks.callback(ReplicaMetricSync(group.replicas, self._refuse_metric).end_run)
         self._evaluation = Evaluation(
-            split, self._exchange, self._record_writes, self._send_training_writes
+            split, self._exchange, self._set_step_records, self._send_training_writes
         )
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(seed, group.replica) if group.replica else seed
@@ -147,8 +147,8 @@ class Fit:
         self._packed_rows = PackedRowCheck(module, self._steps, split, self._evaluation.run)
         self._backward = BatchBackward(module, self._precision, pipeline, self._collected)
         loops = LoopPatches(trainer, group, self.boundary, self.batch_end, self._collected)
-        loops.join(self._backward, at_end)
-        at_end.callback(self.boundary.stop_watching)  # first: what follows may read weights
+        loops.install(self._backward, at_end)
+        at_end.callback(self.boundary.stop_watching_weights)  # first: what follows may read weights
 
     def _refuse_metric(self, metric: Metric) -> None:
         if self._collected is not None:
@@ -165,12 +165,12 @@ class Fit:
 
     # Training
 
-    def start_training(self) -> None:
+    def configure_step_sync(self) -> None:
         """Configure the synchronization between steps."""
         if self._split.group.num_ranks > 1:
             check_hooks_reading_weights(self._trainer)
         self._split.parameters.move_hooks_to_end()
-        self.boundary.start_training(self._split.plans.settings.optimizer_sync != "barrier")
+        self.boundary.configure_step_sync(self._split.plans.settings.optimizer_sync != "barrier")
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
         """Run a training batch, and its backwards.
@@ -180,18 +180,18 @@ class Fit:
             kwargs: The others.
             steps_later: Whether the optimizer steps after a later batch.
         """
-        self.boundary.stop_watching()
+        self.boundary.stop_watching_weights()
         split = self._split
         with self._precision.train_step_context(), self._step_context("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
             microbatches = split.cutter.cut_training_batch(inputs)
-            split.report.count(inputs.batch, microbatches)
+            split.report.add_batch_tokens(inputs.batch, microbatches)
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
                 self._prepare_first_batch(microbatches[0], accumulation)
             if split.cutter.packs_rows(inputs.kind):
-                self._packed_rows.check(inputs)
-            self._record_writes(microbatches)
+                self._packed_rows.check_first_batch(inputs)
+            self._set_step_records(microbatches)
             done = self._run(inputs, microbatches, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last and split.reduction is not None:
@@ -203,7 +203,7 @@ class Fit:
         metric_bytes = self._steps.metric_bytes
         split.plans.estimate_memory(first, split.parameters.optimizers(), metric_bytes)
         split.parameters.drop_remote_parameters()
-        split.state.read_optimizers()
+        split.state.read_stored_optimizer_states()
         split.parameters.reserve_host(
             split.executor.memory.settings.host, self.boundary.validation.is_on
         )
@@ -219,9 +219,9 @@ class Fit:
         announces_to = split.reduction or (self._early_step if training.steps_early else None)
         self.batch_end.start_batch(len(microbatches))
         muted, wait_for_weights = self.boundary.start_before_validation(microbatches)
-        with muted, sharing_casts(split.pipeline.device), self.batch_end.counted():
+        with muted, sharing_casts(split.pipeline.device), self.batch_end.counting_batch():
             if split.reduction is not None:
-                self._first_batches.start_step()
+                self._first_batches.compare_if_due()
             if split.plans.update_plan(accumulation.is_first):
                 split.report.print_measured_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
@@ -229,13 +229,15 @@ class Fit:
             num_slices = microbatches[0].num_slices
             has_fewer_slices = num_slices < training.schedule.num_sequence_slices
             training.prepare_for_batch(is_new, split.pipeline.cut.costs, has_fewer_slices)
-            self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
-            sizes, shares = split.shares(inputs, microbatches)
-            of_replica = split.share_of_replica()
+            self._exchange.start_batch_checksum(inputs.batch, f"batch in {inputs.kind}")
+            sizes, shares = split.sizes_and_shares(inputs, microbatches)
+            of_replica = split.replica_loss_factor()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
             results = split.executor.run_to_backward(
                 training.lower_for_training(len(microbatches), num_slices, accumulation.is_last),
-                in_slices(set_plan_indices(microbatches, weights, backward.differentiate)),
+                split_into_slices(
+                    set_indices_and_weights(microbatches, weights, backward.differentiate)
+                ),
                 wait_for_weights,
                 announces_to if accumulation.is_last else None,
             )
@@ -245,7 +247,7 @@ class Fit:
 
     @cached_property
     def _early_step(self) -> EarlyStep:
-        return self._split.parameters.early_step()
+        return self._split.parameters.make_early_step()
 
     def _accumulation(self, steps_later: bool) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -274,24 +276,24 @@ class Fit:
     def end_training(self) -> None:
         """Compare the last batches, and print what was measured."""
         self.batch_end.compare_remaining()
-        self._split.report.print_end()
-        self.batch_end.end_training()
+        self._split.report.print_measurements()
+        self.batch_end.requeue_if_asked()
 
     # Evaluation
 
     def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of an evaluation; return what its step has returned."""
-        with self._step_context(kind), self.batch_end.counted():
+        with self._step_context(kind), self.batch_end.counting_batch():
             inputs = self._steps.inputs(kind, args, kwargs)
             if self._split.cutter.packs_rows(inputs.kind):
-                self._packed_rows.check(inputs)
+                self._packed_rows.check_first_batch(inputs)
             done = self._evaluation.run(inputs)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
-    def _record_writes(self, microbatches: Sequence[Microbatch]) -> None:
+    def _set_step_records(self, microbatches: Sequence[Microbatch]) -> None:
         if self._collected is not None:
-            self._collected.record_writes(microbatches)
+            self._collected.set_step_records(microbatches)
 
     def _send_training_writes(self) -> None:
         if self._collected is not None:

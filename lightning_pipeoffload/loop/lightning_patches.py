@@ -48,7 +48,7 @@ _filter_by_value = BaseFinetuning.filter_on_optimizer
 _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
 
 
-def _replace_until(
+def _patch_method(
     at_end: ExitStack, owner: Any, name: str, replacement: Callable[..., Any], *args: Any
 ) -> None:
     """Replace a method of one object by ``replacement(*args, plain, ...)``."""
@@ -65,7 +65,7 @@ def install_shared_metrics(
     """
     plain, store = trainer._logger_connector, processes.metrics_store
     connector = SharedMetricsConnector.from_plain(
-        plain, mesh, store, processes.report_thread_failure
+        plain, mesh, store, processes.exit_for_thread_failure
     )
     trainer._logger_connector = connector
     at_end.callback(lambda: connector.fetch_last_metrics() if processes.board is not None else None)
@@ -104,20 +104,20 @@ def patch_sigterm_handling(trainer: Trainer, at_end: ExitStack) -> None:
     """Make a rank that a signal stops end after its batch, and the others with it."""
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     epoch = trainer.fit_loop.epoch_loop
-    _replace_until(at_end, epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
+    _patch_method(at_end, epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
     # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
     connector = trainer._signal_connector
-    _replace_until(at_end, connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
+    _patch_method(at_end, connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
 
 
-def keep_group_samplers(trainer: Trainer, at_end: ExitStack) -> None:
+def prevent_distributed_samplers(trainer: Trainer, at_end: ExitStack) -> None:
     """Keep Lightning from adding a DistributedSampler to loaders that need none.
 
     The sampler of such a loader already shares the data out among replicas.
     """
     # Private: nothing else decides it for one loader.
     connector = trainer._data_connector
-    _replace_until(at_end, connector, "_requires_distributed_sampler", _requires_sampler)
+    _patch_method(at_end, connector, "_requires_distributed_sampler", _requires_sampler)
 
 
 class BackwardInStep(_AutomaticOptimization):
@@ -204,10 +204,10 @@ class LoopPatches:
         self._mesh, self._boundary = mesh, boundary
         self._end, self._collected = batch_end, collected
 
-    def join(self, backward: BatchBackward, at_end: ExitStack) -> None:
+    def install(self, backward: BatchBackward, at_end: ExitStack) -> None:
         """Replace methods of the loops and the connector until ``at_end`` is closed."""
         trainer, connector = self._trainer, self._trainer._logger_connector
-        replace = partial(_replace_until, at_end)
+        replace = partial(_patch_method, at_end)
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         plain = epoch.automatic_optimization
         message = "training_step", self._mesh.root, connector.outputs
@@ -234,7 +234,7 @@ class LoopPatches:
         replace(connector, "epoch_end_reached", self._reach_epoch_end)
         replace(connector, "reset_results", self._reset_logged)
         patch_sigterm_handling(trainer, at_end)
-        keep_group_samplers(trainer, at_end)
+        prevent_distributed_samplers(trainer, at_end)
         for callback in trainer.callbacks:
             if isinstance(callback, ThroughputMonitor):
                 throughputs = callback._throughputs  # private: nothing else has them
@@ -281,12 +281,12 @@ class LoopPatches:
     def _validate(self, plain: Callable[[], Any]) -> Any:
         self._boundary.wait_for_final_weights()
         self._end.reach_milestone()
-        result = _evaluate(self._trainer.fit_loop.epoch_loop.val_loop, plain)
+        result = _run_in_inference_mode(self._trainer.fit_loop.epoch_loop.val_loop, plain)
         self._end.agree_on_stop()
         return result
 
     def _evaluate_outside_fit(self, loop: Any, plain: Callable[[], Any]) -> Any:
-        results = _evaluate(loop, plain)
+        results = _run_in_inference_mode(loop, plain)
         self._end.compare_remaining()
         return results
 
@@ -310,7 +310,7 @@ class LoopPatches:
 # Other replacements; what they need and Lightning's own method come first.
 
 
-def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:
+def _run_in_inference_mode(loop: Any, plain: Callable[[], Any]) -> Any:
     """Run an evaluation in inference mode, if the trainer is to.
 
     With process groups of gloo Lightning's own strategies do not: what they send may be an

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch import batch_leaves, weigh_parts
+from lightning_pipeoffload.runtime.batch import batch_leaves, compute_microbatch_shares
 from lightning_pipeoffload.runtime.cut import StepRecord, Terms
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.step import Microbatch
@@ -85,10 +85,12 @@ class MicrobatchWeights:
             self.total = sum(sizes)
             return [size / self.total for size in sizes]
         self.check_last_batch()
-        shares, self.total, self._check = weigh_parts(self._weigh(are_packed), parts)
+        shares, self.total, self._check = compute_microbatch_shares(
+            self._weight_function(are_packed), parts
+        )
         return shares
 
-    def _weigh(self, are_packed: bool) -> Callable[[Any], Any]:
+    def _weight_function(self, are_packed: bool) -> Callable[[Any], Any]:
         if callable(self._weight):
             return self._weight
         # Of packed rows each text's first label is -100 already, or is the one of its second token.
@@ -141,14 +143,16 @@ class MicrobatchWeights:
         if kept:
             label, line = min(kept)
             log.warning(_ROWS_KEPT.format(label, in_brackets(line)))
-        sums, counts = _compare_terms(first.loss_terms, more.loss_terms, num_larger / sizes[0])
+        sums, counts = _find_sums_and_counts(
+            first.loss_terms, more.loss_terms, num_larger / sizes[0]
+        )
         if sums:
             log.warning(_SUM.format(in_brackets(sums[0]), len(sizes)))
         if counts and self._weight == "samples":
             log.warning(_COUNT.format(in_brackets(counts[0])))
 
 
-def _compare_terms(terms: Terms, larger: Terms, ratio: float) -> tuple[list[str], list[str]]:
+def _find_sums_and_counts(terms: Terms, larger: Terms, ratio: float) -> tuple[list[str], list[str]]:
     """Return the lines whose part of the loss is a sum over samples, or divides by a count."""
     sums, counts = [], []
     for line, term in terms.items():

@@ -18,14 +18,14 @@ from lightning_pipeoffload.checkpoints import broadcast_split_values
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import PipelineGroup
-from lightning_pipeoffload.runtime.cut import ModuleCopies, absent_in
+from lightning_pipeoffload.runtime.cut import ModuleCopies, find_remote_slots
 from lightning_pipeoffload.runtime.making import (
     Blueprint,
     PartedModule,
-    constructing,
+    constructing_local_stages,
     make_blueprint,
 )
-from lightning_pipeoffload.runtime.shapes import refuse_shard
+from lightning_pipeoffload.runtime.shapes import refuse_dtensor_weight
 from lightning_pipeoffload.runtime.tensor_parallel import (
     INSTEAD,
     sharding_layers,
@@ -38,7 +38,7 @@ _ONE_RANK = (
 )
 
 
-class ModelInParts:
+class PartedModuleBuilder:
     """Makes the layers that a module has in ``configure_model`` where their stages are."""
 
     def __init__(
@@ -61,12 +61,12 @@ class ModelInParts:
             self._module._device_mesh = mesh
 
     @property
-    def is_made(self) -> bool:
+    def has_parts(self) -> bool:
         """Return whether this rank has made its layers and no step has run yet."""
         return self._blueprint is not None
 
     @contextmanager
-    def making(self, is_new: bool) -> Iterator[None]:
+    def running_configure_model(self, is_new: bool) -> Iterator[None]:
         """Lightning runs ``configure_model`` in here, which has run once before.
 
         Args:
@@ -74,20 +74,20 @@ class ModelInParts:
         """
         mesh = self._group.device_mesh
         if mesh is None:
-            with self._making(is_new):
+            with self._constructing_parts(is_new):
                 yield
             return
-        if is_new and absent_in(self._module):
+        if is_new and find_remote_slots(self._module):
             raise ValueError(
                 "the module was trained by another Trainer over tensor_parallel_size above 1, "
                 "whose ranks each have a part of it; load its checkpoint into a new module"
             )
-        with _noticing_data_mesh(is_new), self._making(is_new):
+        with _noticing_data_mesh(is_new), self._constructing_parts(is_new):
             yield
         self.update_copies()
 
     @contextmanager
-    def _making(self, is_new: bool) -> Iterator[None]:
+    def _constructing_parts(self, is_new: bool) -> Iterator[None]:
         # A callback that averages weights calls configure_model in its setup.
         has_run = any(isinstance(parameter, DTensor) for parameter in self._module.parameters())
         has_own_layers = is_overridden("configure_model", self._module) and not has_run
@@ -114,7 +114,7 @@ class ModelInParts:
             local = [s for s, rank in enumerate(ranks) if rank == self._group.rank]
             with (
                 _without_init_module_warning(),
-                constructing(self._module, blueprint, local, where),
+                constructing_local_stages(self._module, blueprint, local, where),
                 self._keeping_local_shards(),
                 self._sharding_without_broadcast(),
             ):
@@ -132,7 +132,7 @@ class ModelInParts:
         if mesh is None:
             yield
             for name, parameter in self._module.named_parameters():
-                refuse_shard(name, parameter)
+                refuse_dtensor_weight(name, parameter)
             return
         with sharding_layers(self._module, mesh):
             yield
@@ -162,13 +162,13 @@ class ModelInParts:
 
     def _make_blueprint(self) -> Blueprint | None:
         """Run ``configure_model`` without values; None where it makes no blocks."""
-        blueprint = self._try_out()
-        if blueprint is not None and absent_in(self._module):
+        blueprint = self._make_blueprint_once()
+        if blueprint is not None and find_remote_slots(self._module):
             broadcast_split_values(self._module, self._group)
-            blueprint = self._try_out()
+            blueprint = self._make_blueprint_once()
         return blueprint
 
-    def _try_out(self) -> Blueprint | None:
+    def _make_blueprint_once(self) -> Blueprint | None:
         with _without_init_module_warning(), self._precision.module_init_context():
             return make_blueprint(
                 self._module,
@@ -184,7 +184,7 @@ class ModelInParts:
         with self._keeping_local_shards(), self._sharding_without_broadcast():
             self._module.configure_model()
 
-    def pop_parts(self) -> PartedModule | None:
+    def pop_parted_module(self) -> PartedModule | None:
         """Return the module in parts; None if it was made whole, and has all values then."""
         blueprint, self._blueprint = self._blueprint, None
         if blueprint is None:
@@ -192,7 +192,7 @@ class ModelInParts:
             return None
         group = self._group
         return PartedModule(
-            self._module, blueprint, group.stage_ranks, group.rank, group.copy_to_devices
+            self._module, blueprint, group.stage_ranks, group.rank, group.broadcast_to_devices
         )
 
     def update_copies(self) -> None:
@@ -203,7 +203,7 @@ class ModelInParts:
     def release_copies(self) -> None:
         """Follow no more copies."""
         if self._copies is not None:
-            self._copies.remove()
+            self._copies.stop_tracking()
             self._copies = None
 
 

@@ -70,7 +70,7 @@ class PackedRowCheck:
         self._done: set[str] = set()
         self._num_tries: Counter[str] = Counter()
 
-    def check(self, inputs: StepInputs) -> None:
+    def check_first_batch(self, inputs: StepInputs) -> None:
         """Compare a batch's steps on two texts of a row; all ranks call it with packed rows.
 
         Raises:
@@ -91,27 +91,29 @@ class PackedRowCheck:
         if any(map(_has_routers, self._module.modules())):
             rows += [*map(with_other_labels, rows)]
         with restoring_module(self._module, ()), torch.no_grad(), DenseMasks() as masks:
-            self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
-        self._record_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
+            self._refuse_text_leaks(
+                kind, [self._evaluate_scalars(replace(inputs, batch=row)) for row in rows]
+            )
+        self._warn_of_dense_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 
     def _give_up(self, kind: str) -> None:
         self._done.add(kind)
         if self._split.group.is_global_zero:
             log.warning(_UNCHECKED, kind, _NUM_TRIES)
 
-    def _record_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
+    def _warn_of_dense_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
         group = self._split.group
         most = max(group.world.gather(num_bytes))
         if most > _MASK_BYTES and group.is_global_zero:
             limit = int(num_tokens * (_MASK_BYTES / most) ** 0.5)
             log.warning(_DENSE_MASK, kind, bytes_text(most), limit)
 
-    def _numbers_of(self, inputs: StepInputs) -> list[float]:
+    def _evaluate_scalars(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
         tensors = [*tensors_in(done.value), *self._steps.pop_logged(done.sizes, done.shares)]
         return [float(tensor) for tensor in tensors if tensor.numel() == 1]
 
-    def _compare(self, kind: str, numbers: list[list[float]]) -> None:
+    def _refuse_text_leaks(self, kind: str, numbers: list[list[float]]) -> None:
         group = self._split.group
         # A loss of routers does not depend on labels: it is no part of what other labels change.
         first, second, *others = numbers

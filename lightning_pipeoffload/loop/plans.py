@@ -26,14 +26,14 @@ from lightning_pipeoffload.optimizers import estimate_state_bytes, may_step_by_b
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
-from lightning_pipeoffload.planning.report import print_new_plan
+from lightning_pipeoffload.planning.report import print_outgrown_plan
 from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
-    first_plan,
+    build_first_schedule,
     keeps_limits,
-    plan_for_all,
+    make_plan_on_all_ranks,
+    make_run_request,
     request_by_name,
-    request_for,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import (
@@ -108,7 +108,7 @@ class Plans:
         """The settings of the plan in use."""
         return self.training.current.settings
 
-    def enter(self, boundary: StepBoundary) -> None:
+    def set_boundary(self, boundary: StepBoundary) -> None:
         """Plan for the steps of another fit or evaluation."""
         self.boundary = boundary
 
@@ -117,7 +117,7 @@ class Plans:
 
         These are on the first and the last stage: where one waits for the other, all follow.
         """
-        return self._has_step_barrier or bool(self._pipeline.tensors.ranks_sharing())
+        return self._has_step_barrier or bool(self._pipeline.tensors.sharing_rank_sets())
 
     @property
     def _has_step_barrier(self) -> bool:
@@ -157,13 +157,13 @@ class Plans:
             self.chosen = choice.choose(inputs, count, total)
             settings = self.chosen.settings
             count = settings.choose_num_microbatches(*sizes)
-        schedule, offloaded = first_plan(
+        schedule, offloaded = build_first_schedule(
             settings, self._group.num_ranks, count, self._on_accelerator
         )
         self.training.replace(CurrentPlan(settings, schedule, offloaded=offloaded))
         if chooses_schedule and not self._pipeline.is_split:
             self._group.assign_stages(schedule)
-            self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
+            self._pipeline.prepare_new_cut(self._group.rank, settings.cut_settings(self._group))
             self._executor.set_rank(self._group.rank, self._group.transport)
         return count
 
@@ -198,7 +198,7 @@ class Plans:
 
         The memory of these stages, computed from shapes, replaces that of measured blocks.
         """
-        self._executor.memory.forget_peaks()  # an evaluation before training took others
+        self._executor.memory.reset_peaks()  # an evaluation before training took others
         if self.chosen is None or self.chosen.plan is None or not self.chosen.is_measured:
             return
         costs = self.chosen.costs_with(self.needs)
@@ -208,7 +208,7 @@ class Plans:
         """Plan the schedule that the settings name, by these costs and limits."""
         count = self.training.schedule.num_microbatches
         request = request_by_name(self.settings, self._work(costs), count, limits)
-        self._use_plan(self.settings, plan_for_all(self._group, request), limits)
+        self._use_plan(self.settings, make_plan_on_all_ranks(self._group, request), limits)
 
     def _work(self, costs: Costs) -> PlannedWork:
         has_barrier = self.training.has_barrier
@@ -249,7 +249,7 @@ class Plans:
             if flags.exceeds_planned_memory:
                 self._plan_anew()
             elif flags.has_solver_result:
-                self._search.exchange()
+                self._search.adopt_solver_plan()
         return False
 
     def flags(self, stops: bool, due_clocks: int) -> Flags:
@@ -257,13 +257,15 @@ class Plans:
         has_plan = self._has_measured_steps and self.training.current.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
         has_solver_result = self._is_solved and self._search.has_result
-        return Flags(stops, is_limited and self._breaks_limit(), has_solver_result, due_clocks)
+        return Flags(
+            stops, is_limited and self._exceeds_planned_memory(), has_solver_result, due_clocks
+        )
 
-    def receive(self, flags: Flags) -> None:
+    def merge_flags(self, flags: Flags) -> None:
         """Keep what any rank has sent until the next batch."""
         self._flags = self._flags.merged(flags)
 
-    def _breaks_limit(self) -> bool:
+    def _exceeds_planned_memory(self) -> bool:
         """Whether a microbatch needs more memory here than planned, and that does not fit."""
         stages = self._executor.stages
         memories = {index: [*stage.memories.values()] for index, stage in stages.items()}
@@ -298,7 +300,7 @@ class Plans:
         limits = self._gather_limits()
         after = self._adopt_better(costs, limits)
         if self._group.is_global_zero:
-            print_new_plan(self.training.schedule.name, after)
+            print_outgrown_plan(self.training.schedule.name, after)
         if self._is_solved:
             self._search.start(costs, limits)
 
@@ -316,9 +318,9 @@ class Plans:
         keeps_limit = keeps_limits(used, costs, self.settings, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
-        request = request_for(self.settings, self._work(costs), self._options(), limits)
+        request = make_run_request(self.settings, self._work(costs), self._options(), limits)
         try:
-            plan = plan_for_all(self._group, request)
+            plan = make_plan_on_all_ranks(self._group, request)
         except ScheduleError as error:
             if self._group.is_global_zero and not keeps_limit:
                 log.warning(_NONE_FITS, str(error).partition("\n")[0])

@@ -34,8 +34,8 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lightning_pipeoffload.optimizers import OptimizerSnapshot, is_torchs
-from lightning_pipeoffload.runtime import is_on_accelerator, start_reading
+from lightning_pipeoffload.optimizers import OptimizerSnapshot, is_torch_optimizer
+from lightning_pipeoffload.runtime import is_on_accelerator, start_host_copy
 from lightning_pipeoffload.runtime.comm import PendingParameters, PipelineGroup
 from lightning_pipeoffload.runtime.shapes import GradientChanges
 
@@ -70,7 +70,7 @@ class Clipping(NamedTuple):
         clip_grads_with_norm_(self.parameters, self.most, norm)
 
 
-class Scaling(NamedTuple):
+class LossScaling(NamedTuple):
     """How a loss scale goes on.
 
     Attributes:
@@ -106,7 +106,7 @@ class PostValidation:
 
     def _forget_step(self) -> None:
         self._assumes: bool | None = None
-        self._scaling: Scaling | None = None
+        self._scaling: LossScaling | None = None
         self._clipping: Clipping | None = None
         self._sum: _Sum | None = None
         self._is_watched = self._is_validated = False
@@ -125,9 +125,9 @@ class PostValidation:
         """Whether the current step runs as if no clipping were needed."""
         # Private: no public name tells the hook that runs. Others may clip before this one.
         is_last = self._trainer.lightning_module._current_fx_name == "configure_gradient_clipping"
-        return self.is_on and is_last and self.assumes()
+        return self.is_on and is_last and self.steps_before_validation()
 
-    def assumes(self) -> bool:
+    def steps_before_validation(self) -> bool:
         """Whether the step at hand is taken before it is validated; alike on all ranks."""
         if self._assumes is None:
             self._assumes = self._decide()
@@ -145,7 +145,7 @@ class PostValidation:
         self._snapshot.save()
         return True
 
-    def defer_overflow_check(self, scaling: Scaling) -> None:
+    def defer_overflow_check(self, scaling: LossScaling) -> None:
         """Find out later whether other ranks have found infinities."""
         self._scaling = scaling
         if self._is_watched and not clips_by_norm(self._trainer):
@@ -182,7 +182,7 @@ class PostValidation:
         self._sum = _Sum(self._group, numbers)
         return self._sum
 
-    def end_step(self) -> None:
+    def defer_validation(self) -> None:
         """Go on after the optimizer's step without knowing whether it was right."""
         if self._assumes:
             assert self._snapshot is not None
@@ -190,7 +190,9 @@ class PostValidation:
                 self._start_sum()
             self._snapshot.record_step_changes()
             scale = () if self._scaling is None else self._scaling.numbers
-            self.pending.add(self._validate, [*self._snapshot.changed_tensors(), *scale])
+            self.pending.defer_or_wait(
+                self._validate, [*self._snapshot.tensors_changed_by_undo(), *scale]
+            )
             self.is_open = True
         else:
             self._forget_step()
@@ -203,7 +205,7 @@ class PostValidation:
         is_right = self._is_valid_step(total)
         if not (is_right or self._is_validated):
             with torch.autocast(self._group.device.type, enabled=False):
-                self._correct(numbers, total)
+                self._undo_and_repeat_step(numbers, total)
         assert self._snapshot is not None
         self._any_watched |= bool(total[1])
         self._snapshot.free_gradients()
@@ -221,7 +223,7 @@ class PostValidation:
         if self._clipping is not None:
             self._clipping.clip(self._clipping.norm(total[2:]))
 
-    def _correct(self, numbers: Tensor, total: Tensor) -> None:
+    def _undo_and_repeat_step(self, numbers: Tensor, total: Tensor) -> None:
         assert self._snapshot is not None
         of_replicas = self._group.replicas.pending
         of_replicas.wait()  # it would overwrite what is put back
@@ -254,7 +256,7 @@ class _Sum:
 
     def __init__(self, group: PipelineGroup, numbers: Tensor) -> None:
         self._group = group
-        self._read = start_reading(numbers)
+        self._read = start_host_copy(numbers)
         self._total: Callable[[], Tensor] | None = None
         self._result: tuple[Tensor, Tensor] | None = None
         if not is_on_accelerator(numbers):  # an accelerator has yet to compute them
@@ -277,7 +279,9 @@ def runs_user_code(optimizer: Optimizer) -> bool:
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     return (
-        bool(of_all) or not is_torchs(optimizer) or any(len(registered) > 1 for registered in hooks)
+        bool(of_all)
+        or not is_torch_optimizer(optimizer)
+        or any(len(registered) > 1 for registered in hooks)
     )
 
 

@@ -51,7 +51,7 @@ from typing_extensions import Self, override
 from lightning_pipeoffload.loop.data import (
     NUM_CHECKED,
     FirstBatches,
-    count_seen,
+    count_resumed_batches,
     epoch_to_read,
     silenced,
 )
@@ -103,7 +103,7 @@ class BatchDistributor:
         self._inbox = Inbox(channel)
         self._has_said = False
 
-    def join(self, at_end: ExitStack) -> None:
+    def install(self, at_end: ExitStack) -> None:
         """Give Lightning's loops these lengths and fetchers until ``at_end`` is closed."""
         self._at_end = at_end
         # Private: nothing else says where the loops take their batches from.
@@ -174,7 +174,7 @@ class BatchDistributor:
             return None  # or Lightning restores what the loader has saved
         for loader in loaders:  # Lightning does so later, when workers have indices already
             _set_sampler_epoch(loader, epoch_to_read(self._trainer))
-        state, num_seen = self._resumed, count_seen(self._trainer)
+        state, num_seen = self._resumed, count_resumed_batches(self._trainer)
         if not num_seen:  # Lightning may begin two passes, and read the second one
             if state is not None:
                 _set_generator_states(state["now"], _find_generator_attributes(loaders))
@@ -191,7 +191,7 @@ class BatchDistributor:
         )
         return _Resumed(num_seen, num_seen, None, None)
 
-    def record_begun(self) -> None:
+    def stop_resuming(self) -> None:
         """Record that a batch is trained on: further passes go on by themselves."""
         self._resumes = False
 
@@ -280,7 +280,7 @@ class _ReadingFetcher(_DataFetcher):
         if resumed is not None:
             self._skip_seen_batches(resumed)
         if self.length is None and not self._ready:
-            self._read()
+            self._read_next_batch()
         self.done = self.done or self._has_ended()
         if self._channel.is_needed:
             self._has_drawn = not are_same_states(before, _generator_states(self._places))
@@ -294,7 +294,7 @@ class _ReadingFetcher(_DataFetcher):
         for number in range(resumed.num_read):
             if number == resumed.num_seen and resumed.ahead is not None:
                 _set_generator_states(resumed.ahead, self._places)
-            self._read()
+            self._read_next_batch()
             if number < resumed.num_seen:
                 self._pop()
         if resumed.now is not None:
@@ -305,7 +305,7 @@ class _ReadingFetcher(_DataFetcher):
         if self.done:
             raise StopIteration
         if not self._ready:
-            self._read()
+            self._read_next_batch()
         read = self._pop()
         is_end = read.is_end
         if not is_end:
@@ -313,11 +313,11 @@ class _ReadingFetcher(_DataFetcher):
             self._read_ahead()
         self.done = is_end or self._is_last(0) or self._has_ended()
         if self._channel.is_needed:
-            self._send(read)
+            self._send_ready_batches(read)
         if is_end:
             raise StopIteration
         if self._is_training:
-            self._reading.record_begun()
+            self._reading.stop_resuming()
         return read.item
 
     def _pop(self) -> _Read:
@@ -330,12 +330,12 @@ class _ReadingFetcher(_DataFetcher):
 
     def _read_ahead(self) -> None:
         if self.length is None and not self._ready:
-            self._read()
+            self._read_next_batch()
         while self._is_ahead and len(self._ready) < MOST_AHEAD:
             is_over = self._ready and self._ready[-1].item is None
             if is_over or self._is_last(len(self._ready)):
                 break
-            self._read()
+            self._read_next_batch()
 
     def _is_last(self, distance: int) -> bool:
         """Whether the batch so many after the present one is the last, by the known length."""
@@ -344,7 +344,7 @@ class _ReadingFetcher(_DataFetcher):
     def _has_ended(self) -> bool:
         return self.length is None and bool(self._ready) and self._ready[0].is_end
 
-    def _read(self) -> None:
+    def _read_next_batch(self) -> None:
         assert self.iterator is not None
         is_ahead, now = self._is_ahead, self._generator_states()
         before = next((read.after for read in reversed(self._ready) if read.after), now)
@@ -382,7 +382,7 @@ class _ReadingFetcher(_DataFetcher):
         """Return the states of all generators, if another process or a checkpoint needs them."""
         return _generator_states(self._places) if self._notes_draws else {}
 
-    def _send(self, read: _Read) -> None:
+    def _send_ready_batches(self, read: _Read) -> None:
         """Send what is handed out, and what was read ahead."""
         for distance, each in enumerate([read, *self._ready] if self._is_ahead else [read]):
             if each.wait is not None:

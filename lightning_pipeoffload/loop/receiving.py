@@ -109,7 +109,7 @@ class Inbox:
                 )
             coming.append((header, values))
 
-    def begin_pass(self) -> tuple[LoaderStart, deque[Message]]:
+    def receive_loader_start(self) -> tuple[LoaderStart, deque[Message]]:
         """Receive the start of a pass, and return where its batches are put aside."""
         header, states = self.receive(LoaderStart)
         _restore(states)
@@ -128,7 +128,7 @@ class ReceivingFetcher(_DataFetcher):
 
     @override
     def __iter__(self) -> Self:
-        header, self._coming = self._inbox.begin_pass()
+        header, self._coming = self._inbox.receive_loader_start()
         self._number = header.number
         # Private: the loader answers by it how many batches it has, and nothing iterates over it.
         self.combined_loader._iterator = _OfLength(header.length)

@@ -17,14 +17,14 @@ from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import add_snapshot_bytes, describe_needs
 from lightning_pipeoffload.planning.report import (
     predict_figures,
-    print_accumulation,
+    print_accumulation_advice,
     print_choice,
-    print_devices,
     print_host_syncs,
     print_line,
     print_measurement,
     print_offload,
     print_prediction,
+    print_unlike_devices,
 )
 from lightning_pipeoffload.planning.run_plans import rank_limits
 from lightning_pipeoffload.runtime.batch import tokens_in
@@ -49,7 +49,7 @@ class Report:
         self._num_samples = 0  # of batches that have tokens
         self._num_tokens: int | Tensor = 0
 
-    def count(self, batch: Any, microbatches: Sequence[Microbatch]) -> None:
+    def add_batch_tokens(self, batch: Any, microbatches: Sequence[Microbatch]) -> None:
         """Count the tokens of a training batch, for the mean of a sample."""
         num_tokens = tokens_in(batch)
         if num_tokens is not None:
@@ -72,7 +72,7 @@ class Report:
         chosen, offloaded = self._plans.chosen, self._training.current.offloaded
         if chosen is not None:
             tried = chosen.plan.candidates if chosen.plan is not None else ()
-            report["candidates"] = [candidate.figures() for candidate in tried]
+            report["candidates"] = [candidate.report_row() for candidate in tried]
             report["num_block_classes"] = chosen.num_classes
             order = chosen.better_order
             report["better_order"] = None if order is None else asdict(order)
@@ -132,11 +132,11 @@ class Report:
             print_prediction(report)
             if self._group.num_ranks > 1:
                 print_line(describe_cut(report, self._pipeline))
-            print_devices(report)
+            print_unlike_devices(report)
             if self._pipeline.device.type != "cpu":
                 print_host_syncs(report["device_reads"])
             if num_accumulated > 1:
-                print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
+                print_accumulation_advice(num_accumulated, self._training.schedule.num_microbatches)
 
     def print_measured_plan(self) -> None:
         """Print the plan that was made with measured costs, and its limit."""
@@ -145,7 +145,7 @@ class Report:
             limits = rank_limits(current.settings, current.limits, current.schedule.placement)
             print_offload(self.make(), None if limits is None else limits.limits)
 
-    def print_end(self) -> None:
+    def print_measurements(self) -> None:
         """Gather the measurements of all ranks, and print them; all ranks call it."""
         if self._measurements.gather_final(self._training.may_copy) and self._group.is_global_zero:
             costs = self._measurements.costs_at_end

@@ -69,14 +69,14 @@ class Requeue:
             self._is_agreed.set()
         return None
 
-    def end_batch(self) -> None:
+    def requeue_after_agreed_step(self) -> None:
         """Save and requeue if a batch's optimizer step, which is over, is the one agreed on."""
         if self._asks and self._trainer.training and not self._is_over:
             self._is_agreed.wait()  # for those threads, not for other ranks' work
             if self._trainer.global_step >= self._last_step:
                 self._save_and_requeue()
 
-    def end_training(self, group: PipelineGroup) -> None:
+    def requeue_if_requested(self, group: PipelineGroup) -> None:
         """Save and requeue if that is still to be done; all ranks call it after the last batch."""
         is_wanted = self._has_signal or self._asks
         if group.world.agree(is_wanted and not self._is_over, unanimous=False):

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipeoffload.loop.hooks import OF_GRADIENTS, users_hooks
 from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH
 from lightning_pipeoffload.runtime.shapes import SHARDED
-from lightning_pipeoffload.runtime.users_code import line_of, users_line
+from lightning_pipeoffload.runtime.users_code import format_source_line, users_line
 
 _STEP_OF = {
     TrainerFn.VALIDATING: "validation_step",
@@ -36,7 +36,7 @@ _STEP_OF = {
 
 def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) -> None:
     """Raise a ValueError for what would be wrong over a pipeline, with what to write instead."""
-    refuse_module(trainer.lightning_module, trainer)
+    refuse_unsupported_steps(trainer.lightning_module, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, BatchSizeFinder) and trainer.world_size > 1:
             raise ValueError(
@@ -45,7 +45,7 @@ def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) ->
                 "out of memory would leave half done; use memory_limit, or devices=1"
             )
         if trainer.state.fn == TrainerFn.FITTING:
-            _check_of_fit(callback, trainer.lightning_module)
+            _refuse_fit_callback(callback, trainer.lightning_module)
     refuse_sync_batch_norm(trainer, num_replicas)
     if num_tensor_ranks > 1 and not is_overridden("configure_model", trainer.lightning_module):
         raise ValueError(
@@ -72,9 +72,10 @@ def _warn_of_steps_without_loss(module: LightningModule) -> None:
         if node.value is None or ast.unparse(node.value) == "None":
             file = inspect.getsourcefile(step) or ""
             rank_zero_warn(
-                f"training_step may return None ({line_of(file, start + node.lineno - 1)}): where "
-                f"it does, the run ends, since the other stages wait for the batch's backward; "
-                f"return the loss, {SKIP_A_BATCH}"
+                f"training_step may return None "
+                f"({format_source_line(file, start + node.lineno - 1)}): where it does, the run "
+                f"ends, since the other stages wait for the batch's backward; return the loss, "
+                f"{SKIP_A_BATCH}"
             )
             return
 
@@ -129,7 +130,7 @@ def refusing_sharded_layers(num_tensor_ranks: int) -> Iterator[None]:
         raise ValueError(f"configure_model shards layers ({line}), {SHARDED}") from None
 
 
-def _check_of_fit(callback: Callback, module: LightningModule) -> None:
+def _refuse_fit_callback(callback: Callback, module: LightningModule) -> None:
     if isinstance(callback, ModelPruning):
         raise ValueError(
             "ModelPruning takes parameters out of the module, which is cut by their names, and "
@@ -175,7 +176,7 @@ def refuse_sync_batch_norm(trainer: Trainer, num_replicas: int) -> None:
         )
 
 
-def refuse_module(module: LightningModule, trainer: Trainer) -> None:
+def refuse_unsupported_steps(module: LightningModule, trainer: Trainer) -> None:
     """Refuse steps that cannot be run stage by stage."""
     for step in _steps_of(trainer):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

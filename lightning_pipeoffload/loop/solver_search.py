@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
+from lightning_pipeoffload.planning.limits import MachineLimits, bytes_formatter
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import print_gain
 from lightning_pipeoffload.planning.request import PlanLimits
@@ -70,7 +70,7 @@ class SolverSearch:
         except MemoryLimitError as error:
             assert of_ranks is not None
             refused = of_ranks.error_of_tightest_rank(error, costs, _name_rank(used, limits))
-            raise ScheduleError(refused.message(bytes_writer(settings.memory_limit))) from None
+            raise ScheduleError(refused.message(bytes_formatter(settings.memory_limit))) from None
         self._use_schedule(start, costs, limits)
         if not settings.solver_seconds:
             return
@@ -104,7 +104,7 @@ class SolverSearch:
         if self._solver is None or not self._measurements.has_measured_plan:
             return False
         self._solver.poll()
-        return self._better_plan is not None or self._solver.is_over
+        return self._better_plan is not None or self._solver.has_exited
 
     @property
     def _better_plan(self) -> Schedule | None:
@@ -114,16 +114,16 @@ class SolverSearch:
         is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
         return self._solver.best if is_better else None
 
-    def exchange(self) -> None:
+    def adopt_solver_plan(self) -> None:
         """Send the plan to all ranks, which decide on it by what was measured last."""
-        is_over = self._solver is not None and self._solver.is_over
-        plan, is_over = self._group.world.broadcast((self._better_plan, is_over), 0)
+        has_exited = self._solver is not None and self._solver.has_exited
+        plan, has_exited = self._group.world.broadcast((self._better_plan, has_exited), 0)
         if plan is not None and self._problem is not None:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
             if self._is_worth_it(plan, costs):
                 self._use_schedule(plan, costs, self._training.current.limits)
-        if is_over:
+        if has_exited:
             self.close()
 
     def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:

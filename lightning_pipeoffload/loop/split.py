@@ -153,7 +153,7 @@ class Split:
 
     # The shares of microbatches in a batch
 
-    def shares(
+    def sizes_and_shares(
         self, inputs: StepInputs, microbatches: list[Microbatch]
     ) -> tuple[list[int], Sequence[Any]]:
         """Return the samples of a batch's microbatches, and their shares in its means."""
@@ -163,12 +163,12 @@ class Split:
             [each.part for each in microbatches], sizes, is_packed
         )
 
-    def share_of_replica(self) -> Any:
+    def replica_loss_factor(self) -> Any:
         """Return the factor for this replica's loss: its number of labels over the replicas' mean.
 
         Gradients are averaged over replicas, so without it a replica with few labels would count as
-        much as one with many. All replicas call it, after :meth:`shares`; it is 1 for batches that
-        are not of packed rows.
+        much as one with many. All replicas call it, after :meth:`sizes_and_shares`; it is 1 for
+        batches that are not of packed rows.
         """
         if self.group.num_replicas == 1 or not self.cutter.packs_rows("training_step"):
             return 1.0
@@ -181,11 +181,11 @@ class Split:
 
     def prepare_first_batch(self, first: Microbatch, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
-        self.whole_runs.forget()
+        self.whole_runs.drop_layout()
         self.group.replicas.broadcast_from_first(self.pipeline.tensors.distinct(), "weights")
-        self.pipeline.gradients.copy_shared(self.pipeline.tensors, self.pipeline.records)
+        self.pipeline.gradients.broadcast_shared(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
-            parameters = self.pipeline.tensors.with_local_stages()
+            parameters = self.pipeline.tensors.parameters_with_local_stages()
             of_stages = self.pipeline.stage_gradients
             replicas, owner_of = self.group.replicas, self.pipeline.gradients.owner_of
             buffers = PersistentBuffers(replicas, self.pipeline.tensors)
@@ -197,16 +197,16 @@ class Split:
     def finish_reduction(self, reduction: GradientReduction) -> None:
         """Wait for the gradients' means over the replicas."""
         reduction.wait()
-        self.pipeline.gradients.end_reduction()
+        self.pipeline.gradients.mark_gradients_reduced()
 
     def leave(self) -> None:
         """Leave the module until the next entry, after an error in the middle of a step too."""
         self.plans.leave()
         if self.reduction is not None:
             self.reduction.abandon()
-        self.pipeline.gradients.drop_remote()
+        self.pipeline.gradients.drop_remote_gradients()
         self.group.replicas.pending.forget()
         self.loss_weights.forget()
         self.cutter.forget_loaders()
-        self.whole_runs.forget()
+        self.whole_runs.drop_layout()
         self.pipeline.detach()

@@ -100,7 +100,7 @@ class StepBoundary:
         """Whether all ranks wait for each other between two steps."""
         return not self.validation.is_on and has_step_barrier(self._trainer, self._gradient_hooks)
 
-    def start_training(self, may_take_back: bool) -> None:
+    def configure_step_sync(self, may_take_back: bool) -> None:
         """Decide what ranks wait for; all call it.
 
         Args:
@@ -151,17 +151,17 @@ class StepBoundary:
     def stepping(self) -> Iterator[None]:
         """The optimizer steps in here, with final weights; the new ones become final later."""
         self.num_steps += 1
-        self.stop_watching()  # the optimizer's own hooks read weights
+        self.stop_watching_weights()  # the optimizer's own hooks read weights
         yield
         if self.validation.is_on:
-            self.validation.end_step()
+            self.validation.defer_validation()
         if not self._may_watch or self._is_watching:
             return
         if self._of_replicas or self.validation.pending:
             self._mode.start()
             self._is_watching = True
 
-    def stop_watching(self) -> None:
+    def stop_watching_weights(self) -> None:
         """Leave it to the next step to wait for pending weights."""
         if self._is_watching:
             self._mode.stop()
@@ -169,7 +169,7 @@ class StepBoundary:
 
     def wait_for_parameters(self) -> None:
         """Wait for all weights of this rank."""
-        self.stop_watching()
+        self.stop_watching_weights()
         self._of_replicas.wait()
         self.validation.pending.wait()
 

@@ -112,7 +112,7 @@ class StepCalls:
             if self._module.device_mesh is not None:
                 result = map_output(unwrap_replicated, result)
             if self._stop is not None and not call.is_trace:
-                self._stop.end_step()
+                self._stop.count_ended_step()
             return result
 
         trainer = self._module.trainer
@@ -127,7 +127,7 @@ class StepCalls:
 
     def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
-        self._capture.replay(sizes, shares)
+        self._capture.log_combined(sizes, shares)
 
     def pop_logged(self, sizes: Sequence[int], shares: Sequence[Any]) -> list[Tensor]:
         """Return the tensors that the steps have logged, and log none of them; see :meth:`log`."""

@@ -38,7 +38,7 @@ class JointStop:
         if not self._is_root:
             self._exchange.start_root_broadcast()
 
-    def end_step(self) -> None:
+    def count_ended_step(self) -> None:
         """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
         if self._num_steps == 0:
@@ -62,11 +62,11 @@ class JointStop:
             any_stopped: Whether any rank wanted to stop after the batch before.
         """
         any_stopped, self._any_stopped = any_stopped or self._any_stopped, False
-        stops = any_stopped or (wants and self._exchange.all_stop())
+        stops = any_stopped or (wants and self._exchange.all_ranks_want_stop())
         self._trainer.should_stop = stops
         self._wants = wants and not stops
 
-    def apply(self, any_stops: bool) -> None:
+    def set_should_stop(self, any_stops: bool) -> None:
         """Set ``should_stop`` where ranks have waited for each other."""
         self._trainer.should_stop = any_stops
         self._wants = self._any_stopped = False
@@ -95,20 +95,20 @@ class RankZeroClocks:
         bit = self._OF_VALIDATION
         for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
             if isinstance(callback, Timer):
-                self._wrap(callback, bool)
+                self._intercept_broadcast(callback, bool)
             elif isinstance(callback, ModelCheckpoint):
                 interval = callback._train_time_interval  # private: nothing else says it
                 bit *= 2
                 if interval:
-                    self._wrap(callback, partial(self._skips, bit))
+                    self._intercept_broadcast(callback, partial(self._skips, bit))
                 elif interval is not None:  # of no length: after each batch
-                    self._wrap(callback, bool)
+                    self._intercept_broadcast(callback, bool)
 
-    def _wrap(self, callback: Any, answer: Callable[[bool], bool]) -> None:
+    def _intercept_broadcast(self, callback: Any, answer: Callable[[bool], bool]) -> None:
         """Answer the broadcast in a callback's hook without the other ranks."""
 
         def run(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._trainer.strategy.intercepting_broadcast(answer):
+            with self._trainer.strategy.answering_next_broadcast(answer):
                 return plain(*args, **kwargs)
 
         self._wrapped.append(WrappedHook(callback, "on_train_batch_end", run))
@@ -118,14 +118,14 @@ class RankZeroClocks:
 
     def _is_due(self, bit: int, is_due_here: bool) -> bool:
         """Whether a clock of global rank 0 was due after the batch before."""
-        if self._exchange.read().due_clocks & bit:
+        if self._exchange.wait_for_flags().due_clocks & bit:
             self._due &= ~bit
             return True
         if is_due_here and self._trainer.is_global_zero:
             self._due |= bit
         return False
 
-    def end_batch(self) -> int:
+    def update_due_clocks(self) -> int:
         """Return which clocks of this rank are due."""
         interval = self._trainer._val_check_time_interval  # private, and the other: as Lightning
         if interval is not None:

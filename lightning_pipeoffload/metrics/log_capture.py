@@ -49,28 +49,28 @@ class LogCapture:
         self._num_passes = 0
         self.metrics = MetricCalls(module)
 
-    def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
+    def log_combined(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log each name once, with its values combined.
 
         Args:
             sizes: The number of samples of each microbatch.
             shares: The share of each in means, where the step gives no ``batch_size``.
         """
-        for (name, _), entries in self._pop(sizes, shares).items():
+        for (name, _), entries in self._make_and_pop_calls(sizes, shares).items():
             self._log_once(name, entries, sizes, shares)
 
     def pop_tensors(self, sizes: Sequence[int], shares: Sequence[Any]) -> list[Tensor]:
-        """Return the tensors that were logged, and log none of them; see :meth:`replay`."""
-        calls = self._pop(sizes, shares)
+        """Return the tensors that were logged, and log none of them; see :meth:`log_combined`."""
+        calls = self._make_and_pop_calls(sizes, shares)
         values = (batch_value(call.value) for entries in calls.values() for call in entries)
         return [value for value in values if isinstance(value, Tensor)]
 
-    def _pop(
+    def _make_and_pop_calls(
         self, sizes: Sequence[float], shares: Sequence[Any]
     ) -> dict[tuple[str, int], list[_Call]]:
         """Return the batch's calls of ``self.log``, once those of its metrics are made."""
         calls, self._calls, self._num_passes = self._calls, {}, 0
-        self.metrics.make(sizes, shares)
+        self.metrics.make_deferred_calls(sizes, shares)
         return calls
 
     def _log_once(

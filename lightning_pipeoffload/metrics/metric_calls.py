@@ -387,7 +387,7 @@ class MetricCalls:
 
     # For the batch
 
-    def make(self, sizes: Sequence[float], shares: Sequence[Any]) -> None:
+    def make_deferred_calls(self, sizes: Sequence[float], shares: Sequence[Any]) -> None:
         """Make the recorded calls.
 
         Args:

@@ -70,7 +70,7 @@ def _start_copy(late: list[Tensor]) -> Callable[[], list[float]]:
     """Start to copy numbers off an accelerator, all at once."""
     dtype = reduce(torch.promote_types, (value.dtype for value in late), torch.float32)
     stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in late])
-    read = late_values.start_reading(stacked)
+    read = late_values.start_host_copy(stacked)
     return lambda: read().tolist()
 
 

@@ -46,7 +46,7 @@ class _Published:
         self._version = 0
         self._last: dict[str, _Metrics] = {}
 
-    def at(self, version: int) -> dict[str, _Metrics]:
+    def wait_for_version(self, version: int) -> dict[str, _Metrics]:
         """Return the metrics of a version, by kind; waits for them."""
         if self._version != version:
             published = json.loads(self._store.get(_key(self._replica, version)))
@@ -100,12 +100,16 @@ class SharedMetricsConnector(_LoggerConnector):
         connector = cls(plain.trainer)
         connector.__dict__.update(plain.__dict__)
         connector._stop_reading()
-        connector._version, connector._pipeline, connector.is_root = 0, mesh.pipeline, mesh.is_root
+        connector._version, connector._pipeline, connector.is_root = (
+            0,
+            mesh.pipeline_index,
+            mesh.is_root,
+        )
         if store is not None and mesh.is_root:
             connector._publisher = Publisher(store, fail)
         if store is not None and not mesh.is_root:
-            connector._roots = connector._decisive = _Published(store, mesh.pipeline)
-        if store is not None and mesh.pipeline > 0:
+            connector._roots = connector._decisive = _Published(store, mesh.pipeline_index)
+        if store is not None and mesh.pipeline_index > 0:
             connector._decisive = _Published(store, 0)
         return connector
 
@@ -164,7 +168,7 @@ class SharedMetricsConnector(_LoggerConnector):
 
     def outputs(self) -> _Metrics:
         """Return the numbers that the last step returned on the root; waits for them."""
-        return self._fetch().get("outputs", {})
+        return self._root_metrics().get("outputs", {})
 
     @override
     def on_batch_end(self) -> None:
@@ -185,7 +189,7 @@ class SharedMetricsConnector(_LoggerConnector):
         metrics = super().update_eval_epoch_metrics()
         self.publish(metrics)
         if self._roots is not None and self.trainer.state.fn != TrainerFn.FITTING:
-            return self._fetch().get("returned", metrics)  # the trainer's user sees it
+            return self._root_metrics().get("returned", metrics)  # the trainer's user sees it
         return metrics
 
     @override
@@ -239,14 +243,18 @@ class SharedMetricsConnector(_LoggerConnector):
         Before these, for decisions, come those of global rank 0.
         """
         metrics = self._update_all()[kind]
-        metrics.update(self._fetch().get(kind, {}))
+        metrics.update(self._root_metrics().get(kind, {}))
         if kind == "callback" and self._decisive is not None and self._version:
-            metrics.update(self._decisive.at(self._version).get(kind, {}))
+            metrics.update(self._decisive.wait_for_version(self._version).get(kind, {}))
         return metrics
 
-    def _fetch(self) -> dict[str, _Metrics]:
+    def _root_metrics(self) -> dict[str, _Metrics]:
         """Return the root's metrics of the last version, by kind; nothing on the root."""
-        return self._roots.at(self._version) if self._roots is not None and self._version else {}
+        return (
+            self._roots.wait_for_version(self._version)
+            if self._roots is not None and self._version
+            else {}
+        )
 
 
 def _keeping_tensors() -> AbstractContextManager[None]:

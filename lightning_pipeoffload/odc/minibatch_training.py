@@ -31,7 +31,7 @@ class _RankReport:
     loss: float
     dtype: torch.dtype
     weight: float
-    logged: list[LoggedName]
+    logged: list[LoggedValues]
     num_minibatches: float
     is_end: bool
 
@@ -69,7 +69,7 @@ class MinibatchTraining(BackwardHooks):
         Returns:
             The last microbatch's output, with the loss of all ranks.
         """
-        part = self._part_of(batch)
+        part = self._as_minibatch(batch)
         self._run.reshard()  # a hook may have run a forward
         self._run_zero_grad()  # before gradients are dropped, which its hook may read
         self._run.open(self.adds_up)
@@ -105,7 +105,7 @@ class MinibatchTraining(BackwardHooks):
     def _num_batches(self) -> int:
         return self._module.trainer.accumulate_grad_batches
 
-    def _part_of(self, batch: Any) -> Minibatch:
+    def _as_minibatch(self, batch: Any) -> Minibatch:
         if isinstance(batch, Minibatch):
             return batch
         _refuse_several(batch)
@@ -120,7 +120,7 @@ class MinibatchTraining(BackwardHooks):
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _step_report(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankReport:
+    def _step_report(self, part: Minibatch, total: Any, logged: list[LoggedValues]) -> _RankReport:
         num = self._module.trainer.num_training_batches
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         is_end = progress.is_last_batch or progress.current.ready >= num
@@ -214,7 +214,7 @@ class _MetricPlace:
 
 
 @dataclass
-class LoggedName:
+class LoggedValues:
     """The values that one rank has logged under one name in a minibatch.
 
     Attributes:
@@ -244,15 +244,15 @@ class MinibatchLogs(LogCapture):
             id(part): name for name, part in module.named_modules() if isinstance(part, Metric)
         }
 
-    def pop_logged(self, sizes: Sequence[float]) -> list[LoggedName]:
+    def pop_logged(self, sizes: Sequence[float]) -> list[LoggedValues]:
         """Return the calls since the last :meth:`pop_logged`, for other processes.
 
         Args:
             sizes: The samples, or tokens, of each microbatch.
         """
-        calls = self._pop(sizes, sizes)
+        calls = self._make_and_pop_calls(sizes, sizes)
         return [
-            LoggedName(
+            LoggedValues(
                 name,
                 repeat,
                 [self._portable(name, batch_value(entry.value)) for entry in entries],
@@ -263,15 +263,15 @@ class MinibatchLogs(LogCapture):
             for (name, repeat), entries in calls.items()
         ]
 
-    def log(self, ranks: Sequence[list[LoggedName]], device: torch.device) -> None:
+    def log(self, ranks: Sequence[list[LoggedValues]], device: torch.device) -> None:
         """Log each name once, with the values of all ranks combined, on ``device``."""
-        entries_by_name: dict[tuple[str, int], list[LoggedName]] = {}
+        entries_by_name: dict[tuple[str, int], list[LoggedValues]] = {}
         for logged in (entry for rank in ranks for entry in rank):
             entries_by_name.setdefault((logged.name, logged.repeat), []).append(logged)
         for (name, _), entries in entries_by_name.items():
             self._log_of_ranks(name, entries, device)
 
-    def _log_of_ranks(self, name: str, entries: list[LoggedName], device: torch.device) -> None:
+    def _log_of_ranks(self, name: str, entries: list[LoggedValues], device: torch.device) -> None:
         first = entries[0]
         values = [value for entry in entries for value in entry.values]
         weights = [weight for entry in entries for weight in entry.weights]

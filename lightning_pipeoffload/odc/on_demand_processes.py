@@ -101,4 +101,4 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
 
 
 def _host_group(groups: ProcessGroups, members: range) -> HostGroup:
-    return HostGroup(groups.get("host", tuple(members), {"backend": "gloo"}))
+    return HostGroup(groups.get_or_create("host", tuple(members), {"backend": "gloo"}))

@@ -162,7 +162,7 @@ class OnDemandRun:
     def _set_gradients(self, reached: set[tuple[int, int]]) -> None:
         for index, place in sorted(reached):
             parameter = self._groups[index].parameters[place]
-            total = self._transport.summed(index, place)
+            total = self._transport.gradient_sum(index, place)
             if self._replicas is not None:
                 with reporting_lost_peers(
                     "lost a rank of another machine while adding gradients up"

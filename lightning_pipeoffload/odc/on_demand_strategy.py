@@ -26,18 +26,18 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints import (
     AtomicCheckpoints,
-    existing_path,
+    path_or_backup,
     refuse_remote_folder,
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.loop import (
     BackwardInStep,
-    count_seen,
+    count_resumed_batches,
     group_sampler_of,
-    keep_group_samplers,
+    make_loader_skip_seen,
     patch_sigterm_handling,
+    prevent_distributed_samplers,
     refusing_several_optimizers,
-    skip_seen_batches,
 )
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
@@ -141,7 +141,7 @@ class OnDemandStrategy(AtomicCheckpoints, OnDemandProcesses):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._connect(module)
-        keep_group_samplers(trainer, self._at_end)
+        prevent_distributed_samplers(trainer, self._at_end)
         self._publish_before_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             with refusing_several_optimizers():
@@ -206,9 +206,9 @@ class OnDemandStrategy(AtomicCheckpoints, OnDemandProcesses):
         if trainer.training:
             size = sampler.minibatch_size if isinstance(sampler, MinibatchSampler) else None
             self._minibatch_size = size
-            if num_seen := count_seen(trainer):
+            if num_seen := count_resumed_batches(trainer):
                 self._refuse_other_minibatches(num_seen)
-                skip_seen_batches(dataloader, num_seen, self._at_end)
+                make_loader_skip_seen(dataloader, num_seen, self._at_end)
         return dataloader
 
     def _refuse_other_minibatches(self, num_seen: int) -> None:
@@ -238,7 +238,7 @@ class OnDemandStrategy(AtomicCheckpoints, OnDemandProcesses):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = existing_path(checkpoint_path)
+        path = path_or_backup(checkpoint_path)
         if Path(path).is_dir():
             with ExitStack() as stack:
                 for optimizer in self.optimizers:  # torch takes a step, to have a state

@@ -106,7 +106,7 @@ class OnDemandTransport(ABC):
     def _own_sums(self) -> Sequence[Tensor]:
         """The sums of this rank's shards, one for each group."""
 
-    def summed(self, index: int, parameter: int) -> Tensor:
+    def gradient_sum(self, index: int, parameter: int) -> Tensor:
         """Return the sum of a parameter's gradients over all ranks, of this rank's padded shard."""
         ((target, _, length),) = self._spans(index, [parameter])
         return self._own_sums[index][target : target + length]

@@ -3,7 +3,12 @@
 from .host_step import EarlyStep
 from .master_weights import MasterWeights
 from .optimized_parameters import OptimizedParameters
-from .optimizer_snapshot import OptimizerSnapshot, bytes_usable, is_torchs, supports_snapshot
+from .optimizer_snapshot import (
+    OptimizerSnapshot,
+    bytes_usable,
+    is_torch_optimizer,
+    supports_snapshot,
+)
 from .optimizer_state import (
     GroupNames,
     load_optimizer_state,

@@ -143,13 +143,13 @@ class HostStep(StandInStep):
             self._lanes.d2h.wait_for_compute()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "optimizer on the host")
-            self._last = self._thread.submit(self._advance, bucket, self._last)
+            self._last = self._thread.submit(self._copy_and_step_previous, bucket, self._last)
         self._waiting.append(parameter)
         self._waiting_bytes += num_bytes
 
     @override
     @torch.no_grad()
-    def step_first_buckets(self) -> None:
+    def step_all_but_last_bucket(self) -> None:
         self._is_early = False
         if self._last is not None:
             self._last.result()
@@ -160,7 +160,7 @@ class HostStep(StandInStep):
             self._make_buffers(max(map(self._bytes_of, buckets)), number)
         self._lanes.d2h.wait_for_compute()
         for bucket in buckets:
-            self._advance(bucket)
+            self._copy_and_step_previous(bucket)
         self._began = time.perf_counter()
         if self._copied is not None:
             self._stand_in_on_host(self._copied, is_last=True)
@@ -180,7 +180,9 @@ class HostStep(StandInStep):
         super().restore()
 
     @torch.no_grad()
-    def _advance(self, bucket: list[Tensor], before: Future[None] | None = None) -> None:
+    def _copy_and_step_previous(
+        self, bucket: list[Tensor], before: Future[None] | None = None
+    ) -> None:
         """Start to copy a bucket to the host, and step the one before it."""
         if before is not None:
             before.result()  # an error in it is that of this one
@@ -208,7 +210,7 @@ class HostStep(StandInStep):
         for parameter, weight, gradient in staged:
             lane.copy(gradient, self._gradient_of(parameter), "a gradient to the host")
             masters = self._masters_for(parameter)
-            if masters is None or not masters.has(parameter):
+            if masters is None or not masters.has_current_master(parameter):
                 lane.copy(weight, parameter.detach(), "a weight to the host")
         buffer.filled = lane.record_event()
         return _CopiedBucket(staged, buffer)
@@ -252,7 +254,7 @@ class EarlyStep:
             if owner == stage and parameter not in later:
                 self._submit(parameter)
 
-    def finish_parameter(self, parameter: Tensor) -> None:
+    def mark_parameter_final(self, parameter: Tensor) -> None:
         """Record that the last W of a parameter has run."""
         if parameter in self._stages:
             self._submit(parameter)

@@ -23,7 +23,7 @@ class MasterStep(StandInStep):
 
     @override
     @torch.no_grad()
-    def step_first_buckets(self) -> None:
+    def step_all_but_last_bucket(self) -> None:
         *first, last = [*self._in_buckets(self._members_with_gradient(), BUCKET_BYTES)] or [[]]
         for bucket in first:
             self._stand_in(self._stand_ins_of(bucket), is_last=False)

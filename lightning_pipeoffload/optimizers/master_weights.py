@@ -42,11 +42,11 @@ class MasterWeights:
         """Record the values that a module is loaded from, which its parameters round."""
         self._loaded = {k: v for k, v in state.items() if isinstance(v, Tensor)}
 
-    def read(self) -> None:
+    def read_loaded_values(self) -> None:
         """Read the values that are still in a checkpoint's file."""
         self._loaded = read_stored(self._loaded)
 
-    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+    def make_loaded_masters(self, parameters: Mapping[str, Tensor]) -> None:
         """Make masters of the loaded values.
 
         Args:
@@ -59,17 +59,17 @@ class MasterWeights:
                 self._versions.pop(parameter, None)
         self._loaded = {}
 
-    def has(self, parameter: Tensor) -> bool:
+    def has_current_master(self, parameter: Tensor) -> bool:
         """Return whether there is a master and the parameter was not written since."""
         return self._versions.get(parameter) == parameter._version
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Return the master of a parameter for which :meth:`has` is true."""
+        """Return the master of a parameter for which :meth:`has_current_master` is true."""
         return self._masters[parameter]
 
-    def current(self, parameter: Tensor) -> Tensor:
+    def get_current_master(self, parameter: Tensor) -> Tensor:
         """Return the master of a parameter in half precision; make it if there is none."""
-        if not self.has(parameter):
+        if not self.has_current_master(parameter):
             value = parameter.detach()
             self.update_from_weight(parameter, value.cpu() if self.on_host else value)
         return self._masters[parameter]
@@ -100,7 +100,7 @@ class MasterWeights:
             if name not in state or not isinstance(parameter, Tensor) or not is_half(parameter):
                 continue
             if parameter in self._masters:
-                state[name] = self.current(parameter)
+                state[name] = self.get_current_master(parameter)
             elif name in self._loaded and type(parameter) is nn.Parameter:
                 loaded = value_of(self._loaded[name]).float()
                 state[name] = _merge_master(loaded, parameter.detach().cpu())

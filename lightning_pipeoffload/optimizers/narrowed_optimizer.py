@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.comm import (
     PipelineGroup,
     Replicas,
     assign_owners,
-    in_buckets,
+    bucket_keys,
 )
 from lightning_pipeoffload.runtime.device import profiler_range
 from lightning_pipeoffload.runtime.shapes import GradientChanges, RemoteTensor, ShapeOnly
@@ -94,7 +94,7 @@ class OptimizerPartition:
         self._stepping.update(dict.fromkeys(stepping))
         return [p for p in stepping if self.is_own(p)]
 
-    def gather(self) -> None:
+    def start_broadcasts(self) -> None:
         """Start to send each replica's parameters to all; all replicas call it.
 
         They are pending parameters then; see :class:`PendingParameters`.
@@ -110,11 +110,11 @@ class OptimizerPartition:
             for copy in copies:
                 copy.end()
 
-        replicas.pending.add(end, self._stepping)
+        replicas.pending.defer_or_wait(end, self._stepping)
 
     def _values_by_bucket(self, replica: int) -> Iterable[list[Tensor]]:
         values = [p.detach() for p in self._stepping if self._owners[p] == replica and p.numel()]
-        buckets = in_buckets(dict(enumerate(values)))
+        buckets = bucket_keys(dict(enumerate(values)))
         return ([values[number] for number in bucket] for bucket in buckets)
 
 
@@ -211,7 +211,7 @@ class NarrowedOptimizer:
         """Step other tensors in place of parameters; None: the parameters."""
         self.stand_ins = stand_ins
 
-    def share_out(self, shares: OptimizerPartition | None) -> None:
+    def partition_step(self, shares: OptimizerPartition | None) -> None:
         """Divide the step among replicas, and drop the state of the others' parameters.
 
         Args:
@@ -241,7 +241,7 @@ class NarrowedOptimizer:
             )
 
     @property
-    def stateless(self) -> list[Tensor]:
+    def parameters_without_state(self) -> list[Tensor]:
         """Parameters that came from another rank, on which their state has stayed."""
         state = self.optimizer.state
         return [p for p in self._replaced if state and p not in state and p.requires_grad]
@@ -274,14 +274,14 @@ class NarrowedOptimizer:
         self._update = profiler_range("optimizer")
         self._update.__enter__()
         if self.stand_ins is not None:
-            self.stand_ins.step_first_buckets()
+            self.stand_ins.step_all_but_last_bucket()
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.stand_ins is not None:
             self.stand_ins.write_back_parameters()
         self._restore_groups()
         if self.shares is not None:
-            self.shares.gather()
+            self.shares.start_broadcasts()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._narrow_groups(None)

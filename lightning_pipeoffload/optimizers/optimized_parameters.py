@@ -24,8 +24,8 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import (
 )
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
-    fill_groups,
     name_groups,
+    set_group_parameters,
 )
 from lightning_pipeoffload.optimizers.optimizer_table import (
     estimate_state_bytes,
@@ -34,7 +34,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
     refuse_optimizer,
     refuse_stand_ins,
 )
-from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
+from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_stand_in_state
 from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.memory import HostMemory, gradient_bytes, staging_bytes
 from lightning_pipeoffload.runtime.run import Pipeline
@@ -126,11 +126,11 @@ class OptimizedParameters:
             return MasterStep(optimizer, by_bucket, self._masters)
         return HostStep(optimizer, self._pipeline.device, by_bucket, self._masters)
 
-    def loading_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def loading_stand_in_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return the context in which an optimizer loads state to the place of its step."""
         if not self._on_host and self._masters is None:
             return nullcontext()
-        return loading_state(optimizer, self._masters, self._on_host)
+        return loading_stand_in_state(optimizer, self._masters, self._on_host)
 
     def move_hooks_to_end(self) -> None:
         """Register the step's hooks again, to run after hooks that were registered since."""
@@ -142,15 +142,15 @@ class OptimizedParameters:
         names = self.names
         self._send_moved_states()
         self._pipeline.commit()
-        fill_groups(self._optimizers(), self._pipeline.module, names)
+        set_group_parameters(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
         self.drop_remote_states()
 
-    def early_step(self) -> EarlyStep:
+    def make_early_step(self) -> EarlyStep:
         """Return the object that steps parameters as their gradients become final."""
         tensors = self._pipeline.tensors
         later = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
-        pairs = tensors.with_local_stages().values()
+        pairs = tensors.parameters_with_local_stages().values()
         later |= {id(p) for p, _ in pairs if has_partial_gradient(p)}
         alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in later}
         steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
@@ -218,7 +218,7 @@ class OptimizedParameters:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
         entries = [*(state for optimizer in optimizers for state in optimizer.state.values())]
         present = sum(t.nbytes for t in tensors_in(entries) if t.device.type == "cpu")
-        host.leave_for_optimizer(sum(sizes.values()), present, parts)
+        host.subtract_optimizer_bytes(sum(sizes.values()), present, parts)
 
     def drop_remote_states(self) -> None:
         """Drop the optimizer state of parameters of other ranks and replicas."""
@@ -226,21 +226,21 @@ class OptimizedParameters:
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in local_ids)
         if self._pipeline.committed:
-            self._share_out()
+            self._assign_to_replicas()
             if self._masters is not None:
                 parameters = self._pipeline.tensors.canonical_parameters().items()
-                self._masters.begin(
+                self._masters.make_loaded_masters(
                     {n: p for n, p in parameters if not self.is_updated_by_other_replica(p)}
                 )
 
-    def _share_out(self) -> None:
+    def _assign_to_replicas(self) -> None:
         """Assign all parameters of this rank to replicas, those that optimizers have first."""
         tensors = self._pipeline.tensors
         new = None
         if self._num_sharing > 1:
             new = OptimizerPartition(self._group, self._replicas_of_tied())
         for narrowed in self._narrowed:
-            narrowed.share_out(new if narrowed.optimizer.param_groups else None)
+            narrowed.partition_step(new if narrowed.optimizer.param_groups else None)
         before = (n.shares for n in self._narrowed if n.shares is not None)
         self._shares = next(before, new)  # of an optimizer that has its state from another fit
         if self._shares is not None:
@@ -253,7 +253,7 @@ class OptimizedParameters:
         parameters = tensors.canonical_parameters().items()
         return {p: places[name] % self._num_sharing for name, p in parameters if name in places}
 
-    def shares_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
+    def partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
         """Return the parameters that each replica steps; None if each replica steps all."""
         shares = [n.shares for n in self._narrowed if n.optimizer is optimizer]
         return shares[0] if shares else None
@@ -266,8 +266,10 @@ class OptimizedParameters:
         """
         parameters = self._pipeline.tensors.canonical_parameters()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        stateless = [p for narrowed in self._narrowed for p in narrowed.stateless]
-        lost = [names[id(p)] for p in stateless if id(p) in names]
+        parameters_without_state = [
+            p for narrowed in self._narrowed for p in narrowed.parameters_without_state
+        ]
+        lost = [names[id(p)] for p in parameters_without_state if id(p) in names]
         lost_anywhere = [name for names in self._group.gather(lost) for name in names]
         if lost_anywhere:
             raise RuntimeError(

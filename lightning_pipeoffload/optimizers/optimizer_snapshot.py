@@ -31,10 +31,10 @@ _RESERVE = 0.05  # of a device, for memory that torch does not allocate
 
 def supports_snapshot(optimizer: Optimizer) -> bool:
     """Return whether all effects of the optimizer's step are known: it is one of torch's."""
-    return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+    return is_torch_optimizer(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of torch's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
@@ -80,14 +80,14 @@ class OptimizerSnapshot:
         self._states_before = [dict(self.optimizer.state.get(p, _NO_STATE)) for p in self._stepping]
         num_values = sum(map(len, self._states_before))
         if self.has_room is None or num_values > self._num_values:
-            self._find_room()  # most optimizers have no state before their first step
+            self._check_device_room()  # most optimizers have no state before their first step
         self._num_values = num_values
         on_host = not self.has_room
         self._stepped = [self._stepped_for(p) for p in self._stepping]
         self._weights.save(self._stepped, on_host)
         self._states.save(_tensors_of(self._states_before), on_host)
         self._versions = self._versions_now()
-        self._notice_branches()
+        self._predict_gradient_writes()
         gradients = self._gradients_now()
         self._gradients.save(gradients if self._changes_gradients else [], on_host)
 
@@ -110,7 +110,7 @@ class OptimizerSnapshot:
         """Free the gradients, so that they are gone before the next ones take memory."""
         self._gradients.forget_tensors()
 
-    def changed_tensors(self) -> list[Tensor]:
+    def tensors_changed_by_undo(self) -> list[Tensor]:
         """Return the tensors whose values change if the step is undone or repeated.
 
         Among them are the parameters that another replica updates, and would send again.
@@ -144,7 +144,7 @@ class OptimizerSnapshot:
             finally:
                 optimizer.param_groups = now
             for changed in self._changed_states:
-                changed.keep_tensors()
+                changed.keep_tensor_identities()
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -160,7 +160,7 @@ class OptimizerSnapshot:
     def _stepped_for(self, parameter: Tensor) -> Tensor:
         if self._masters is None or not is_half(parameter):
             return parameter
-        return self._masters.current(parameter)
+        return self._masters.get_current_master(parameter)
 
     @contextmanager
     def _keeping_later_changes(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class OptimizerSnapshot:
                     else:
                         state[name] = value
 
-    def _find_room(self) -> None:
+    def _check_device_room(self) -> None:
         members = self._members()
         device = members[0].device if members else _CPU
         masters = self._masters
@@ -194,7 +194,7 @@ class OptimizerSnapshot:
             num_bytes += sum(_MASTER_SIZE * p.numel() for p in rounded)
         self.has_room = num_bytes <= _bytes_left(device)
 
-    def _notice_branches(self) -> None:
+    def _predict_gradient_writes(self) -> None:
         """Copy gradients if the step may take a new branch, which might write into them.
 
         The branch depends on the options that are zero, and on parameters that step for the first
@@ -244,7 +244,7 @@ class _ChangedState(NamedTuple):
         states[self.parameter] = self.state
 
     @torch.no_grad()
-    def keep_tensors(self) -> None:
+    def keep_tensor_identities(self) -> None:
         """Copy values into the tensors that the step had created, since hooks may refer to them."""
         for name, tensor in self.after.items():
             value = self.state.get(name)
@@ -266,7 +266,7 @@ class _Copies:
         self._tensors = ()
 
     def save(self, tensors: Sequence[Tensor], on_host: bool) -> None:
-        if not self._fit(tensors, on_host):
+        if not self._can_reuse_copies(tensors, on_host):
             self._copies = []  # freed before new ones are made
             self._copies = [_allocate(tensor, on_host) for tensor in tensors]
         self._tensors = tensors
@@ -275,7 +275,7 @@ class _Copies:
     def restore(self) -> None:
         _copy(self._copies, self._tensors)
 
-    def _fit(self, tensors: Sequence[Tensor], on_host: bool) -> bool:
+    def _can_reuse_copies(self, tensors: Sequence[Tensor], on_host: bool) -> bool:
         return len(tensors) == len(self._copies) and all(
             a.shape == b.shape
             and a.dtype == b.dtype

@@ -23,7 +23,7 @@ def name_groups(optimizers: Sequence[Optimizer], module: nn.Module) -> list[Grou
     ]
 
 
-def fill_groups(
+def set_group_parameters(
     optimizers: Sequence[Optimizer], module: nn.Module, names: Sequence[GroupNames]
 ) -> None:
     """Put the parameters of these names into the groups of each optimizer."""

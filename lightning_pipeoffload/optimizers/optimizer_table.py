@@ -253,13 +253,13 @@ def _step_override(optimizer: Any) -> str:
     step = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
-    changed = _changed_helpers(type(optimizer))
+    changed = _overridden_helper(type(optimizer))
     if changed:
         return f"its step is {_step_of(optimizer)}'s, and it has its own {changed}"
     return ""
 
 
-def _changed_helpers(kind: type) -> str:
+def _overridden_helper(kind: type) -> str:
     """Return a method that the step may call and that another library overrides; "" if none."""
     step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     classes = inspect.getmro(kind)

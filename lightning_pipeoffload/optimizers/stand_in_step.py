@@ -56,7 +56,7 @@ class StandInStep:
     def begin(self) -> None:
         """Begin a step: its closure runs next."""
 
-    def step_first_buckets(self) -> None:
+    def step_all_but_last_bucket(self) -> None:
         """Step all buckets but the last, which is then in the optimizer's groups."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class StandInStep:
         """Return what is stepped for a parameter: its master, else its value where it steps."""
         masters = self._masters_for(parameter)
         if masters is not None:
-            if not masters.has(parameter):
+            if not masters.has_current_master(parameter):
                 masters.update_from_weight(parameter, weight)
             weight, gradient = masters.master_of(parameter), gradient.float()
         stand_in = nn.Parameter(weight, parameter.requires_grad)
@@ -143,7 +143,7 @@ class StandInStep:
 
 
 @contextmanager
-def loading_state(
+def loading_stand_in_state(
     optimizer: Optimizer, masters: MasterWeights | None, on_host: bool
 ) -> Iterator[None]:
     """Make ``load_state_dict`` load state to the place and in the dtype of the step inside.

@@ -107,11 +107,11 @@ def _waits(ranks: Sequence[Sequence[tuple[Action, Spans]]]) -> Iterator[Wait]:
     for rank, actions in enumerate(ranks):
         for action, spans in actions:
             for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
-                awaited = _awaited_by(action, owners)
+                awaited = _producing_action(action, owners)
                 yield Wait(rank, action, owners[awaited], awaited, end, start)
 
 
-def _awaited_by(action: Action, owners: dict[Action, int]) -> Action:
+def _producing_action(action: Action, owners: dict[Action, int]) -> Action:
     """Return the action whose result is an F's input, or a B's gradient."""
     step, kinds = (-1, _FORWARD) if action.kind is Kind.F else (1, _BACKWARD)
     stage, microbatch = action.stage + step, action.microbatch

@@ -48,7 +48,7 @@ def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
         return f"{count} blocks make no better stages; use fewer devices, or leave split at auto"
     of_all = f"{share_text(work[heaviest] / sum(work))} of the work"
     if heaviest == len(chain):
-        outside = pipeline.modules_of(heaviest)
+        outside = pipeline.modules_outside_blocks(heaviest)
         named = f"; name these too: {format_blocks_argument(pipeline.module, names + outside)}"
         return f"the code after the blocks has {of_all}{named if outside else ''}"
     inside = inner_blocks(pipeline.module, names[heaviest])

@@ -57,16 +57,16 @@ class Units(NamedTuple):
         """Whether times are in seconds and memory in bytes; then each figure has its unit."""
         return self == MEASURED
 
-    def write_time(self, value: float) -> str:
+    def format_time(self, value: float) -> str:
         return seconds_text(value) if self.is_measured else f"{value:.6g}"
 
-    def write_memory(self, value: float, column_max: float = 0.0) -> str:
+    def format_memory(self, value: float, column_max: float = 0.0) -> str:
         """Write memory; ``column_max`` is the largest of the same column."""
         return bytes_text(value, column_max) if self.is_measured else f"{value:.6g}"
 
-    def write_time_with_unit(self, value: float) -> str:
+    def format_time_with_unit(self, value: float) -> str:
         """Write a time with its unit."""
-        return self.write_time(value) + ("" if self.is_measured else f" {self.time}")
+        return self.format_time(value) + ("" if self.is_measured else f" {self.time}")
 
     @property
     def title_suffix(self) -> str:

@@ -92,7 +92,7 @@ def parse_limits(
     ]
 
 
-def bytes_writer(limit: Limit) -> Callable[[float], str]:
+def bytes_formatter(limit: Limit) -> Callable[[float], str]:
     """Return a function that writes bytes in the unit of ``limit``, and in MiB or GiB next to it.
 
     So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only;
@@ -137,7 +137,7 @@ class DeviceMemory(NamedTuple):
         shared_by = (known.node, known.uuid) if known.uuid else ()
         return cls(shared_by, free, torch.accelerator.memory_reserved(device))
 
-    def plannable(self, of_all: Iterable[DeviceMemory]) -> int:
+    def plannable_bytes(self, of_all: Iterable[DeviceMemory]) -> int:
         """Return the bytes that plans may use: ranks on one device get equal parts of what is free.
 
         Args:
@@ -188,14 +188,14 @@ class MachineLimits:
     hosts: Sequence[HostBudget | None] = ()
     names: Sequence[str] = ()
 
-    def in_order(self, places: Sequence[int]) -> MachineLimits:
-        """Return the limits of the same devices in another order; see :meth:`.Devices.in_order`."""
+    def reordered(self, places: Sequence[int]) -> MachineLimits:
+        """Return those of the same devices in another order, as :meth:`.Devices.reordered`."""
         devices = None if self.devices is None else [self.devices[place] for place in places]
         hosts = [self.hosts[place] for place in places] if self.hosts else ()
         names = [self.names[place] for place in places] if self.names else ()
         return MachineLimits(devices, hosts, names)
 
-    def host_shortage(self, schedule: Schedule, costs: Costs) -> str:
+    def describe_host_shortage(self, schedule: Schedule, costs: Costs) -> str:
         """Name a rank that would take more of its host than it may; "" where none does."""
         if not self.hosts:
             return ""

@@ -8,17 +8,17 @@ from typing import Any
 
 from lightning_pipeoffload.pictures import MeasuredStep, RankStep, join_rank_steps
 from lightning_pipeoffload.planning.limits import DeviceMemory, MachineLimits, reserve_memory
-from lightning_pipeoffload.planning.report import join_measurements, measure
+from lightning_pipeoffload.planning.report import join_measurements, read_rank_figures
 from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep, make_lanes
 from lightning_pipeoffload.runtime.measure import (
     CopySpeed,
     RankCosts,
-    compare_clocks,
     costs_of_pipelines,
     join_costs,
+    measure_clock_offsets,
     measure_copy_speed,
-    measure_costs,
     measure_latencies,
+    median_costs,
 )
 from lightning_pipeoffload.runtime.run import Executor, Ledger, Pipeline
 from lightning_pipeoffload.runtime.whole import WholeRuns
@@ -87,9 +87,11 @@ class Measurements:
             On the root the step in times of its clock, and the seconds by which these may err; None
             elsewhere.
         """
-        offsets = compare_clocks(self._group)
-        read, error = self._executor.timer.clock.host_times()
-        ranks = self._group.gather((times_of(step, self._executor.memory.ledger, read), error))
+        offsets = measure_clock_offsets(self._group)
+        read, error = self._executor.timer.clock.host_time_converter()
+        ranks = self._group.gather(
+            (read_step_times(step, self._executor.memory.ledger, read), error)
+        )
         if offsets is None:
             return None
         pairs = list(zip(ranks, offsets, strict=True))
@@ -124,7 +126,7 @@ class Measurements:
             return MachineLimits(None, budgets, names)
         of_all = [own for pipeline in pipelines for own, _, _ in pipeline]
         of_ranks = [
-            min(max(0, own.plannable(of_all) - other) for own, other, _ in replicas)
+            min(max(0, own.plannable_bytes(of_all) - other) for own, other, _ in replicas)
             for replicas in zip(*pipelines, strict=True)
         ]
         if not names:
@@ -145,24 +147,24 @@ class Measurements:
         if own is None or not self._executor.transport.has_kernels:
             return
         # Gathered before any rank takes its part, or a rank on the same device would measure less.
-        most = own.plannable(self._group.world.gather(own))
+        most = own.plannable_bytes(self._group.world.gather(own))
         if limit is not None:
             most = min(most, memory.peak_without_activations + limit)
         if reserve_memory(device, most - own.reserved):
-            memory.forget_peaks()
+            memory.reset_peaks()
 
     def reset_for_new_plan(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on, with ``num_copy_lanes`` copy lanes."""
         device = self._pipeline.device
-        self._executor.time_by(ActionTimer(device))
-        self._executor.memory.forget_peaks()
+        self._executor.set_timer(ActionTimer(device))
+        self._executor.memory.reset_peaks()
         self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
 
     def gather_final(self, may_copy: bool) -> bool:
         """Gather the measurements of all ranks; False: there are none."""
         if not self._executor.timer.num_steps:
             return False
-        ranks = self._group.gather((self._mine(), self._costs(may_copy)))
+        ranks = self._group.gather((self._rank_figures(), self._costs(may_copy)))
         self._at_end = join_measurements([mine for mine, _ in ranks])
         self.costs_at_end = join_costs(costs for _, costs in ranks)
         return True
@@ -171,14 +173,14 @@ class Measurements:
         """Return the measurements of each rank, other ranks' None before the end of training."""
         if self._at_end is not None or not self._executor.timer.num_steps:
             return self._at_end
-        mine = self._mine()
+        mine = self._rank_figures()
         missing = dict.fromkeys(mine)
         ranks = range(self._group.num_ranks)
         return join_measurements([mine if rank == self._group.rank else missing for rank in ranks])
 
-    def _mine(self) -> dict[str, Any]:
+    def _rank_figures(self) -> dict[str, Any]:
         remote_bytes = self._whole_runs.peak_remote_bytes
-        return measure(self._executor, self._pipeline.weight_flops, remote_bytes)
+        return read_rank_figures(self._executor, self._pipeline.weight_flops, remote_bytes)
 
     def copy_speed(self, may_copy: bool) -> CopySpeed:
         """Return how fast this rank copies while all others do; all ranks call it."""
@@ -189,11 +191,11 @@ class Measurements:
 
     def _costs(self, may_copy: bool) -> RankCosts:
         speed = self.copy_speed(may_copy)
-        costs = measure_costs(self._executor, speed, self._latencies, self._num_slices)
+        costs = median_costs(self._executor, speed, self._latencies, self._num_slices)
         return replace(costs, step=self._step_seconds())
 
 
-def times_of(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:
+def read_step_times(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:
     """Read the times of a step; actions that ran as one get equal shares, in their order.
 
     Args:

@@ -177,7 +177,7 @@ class MemoryNeeds:
         )
 
     @property
-    def costs_by_operations(self) -> Costs:
+    def costs_with_collective_waits(self) -> Costs:
         """The costs, in which F and B wait for what they send to tensor ranks."""
         num_stages = len(self.owned)
         compute: dict[str, Any] = {
@@ -236,7 +236,7 @@ class MemoryNeeds:
         ]
         return [*zip(*columns, strict=True)]
 
-    def repeated(self, places: Sequence[int]) -> MemoryNeeds:
+    def repeat_stages(self, places: Sequence[int]) -> MemoryNeeds:
         """Return the needs of more stages, each like one of these; ``places`` has its index.
 
         In both each block is a stage, and the code after them; times are in the mean F of blocks.
@@ -305,7 +305,7 @@ class MemoryNeeds:
         *others, last = self.workspace
         return replace(self, workspace=[*others, last + num_bytes])
 
-    def scaled(self, factor: float) -> MemoryNeeds:
+    def scale_microbatch(self, factor: float) -> MemoryNeeds:
         """Return the needs of microbatches with ``factor`` times the samples."""
         if factor == 1:
             return self
@@ -339,7 +339,12 @@ class MemoryNeeds:
         for rank, (peak, sent, offloaded) in enumerate(peaks):
             stages = plan.stages_of(rank)
             others = int(self._workspace_of(stages)), int(sent), int(offloaded)
-            needs = *self._persistent_bytes(stages), int(peak), *others, self._on_host(stages)
+            needs = (
+                *self._persistent_bytes(stages),
+                int(peak),
+                *others,
+                self._host_optimizer_bytes(stages),
+            )
             needs_of_ranks.append(RankNeeds(*needs))
         return needs_of_ranks
 
@@ -377,7 +382,7 @@ class MemoryNeeds:
         """Return the bytes of each stage's gradients."""
         return [sum(gradient for _, gradient, _ in stage.values()) for stage in self.owned]
 
-    def step_traffic(self) -> list[float]:
+    def optimizer_step_traffic(self) -> list[float]:
         """Return what the host's memory moves of each stage in one step of its optimizer.
 
         It reads gradients, reads and writes what it steps and keeps, and writes weights: 28 bytes
@@ -420,7 +425,7 @@ class MemoryNeeds:
         gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
         return [parameters, sum(gradients), 0 if self.has_host_optimizer else states]
 
-    def _on_host(self, stages: Sequence[int]) -> int:
+    def _host_optimizer_bytes(self, stages: Sequence[int]) -> int:
         """Return the bytes that the optimizer takes there."""
         if self.stand_ins is None or not self.stand_ins.on_host:
             return 0
@@ -501,7 +506,11 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
 def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
     """Return the bytes that cross the cut after each stage, and those back over that before it."""
     blocks = [stage.blocks for stage in pipeline.cut.stages]
-    specs: list[list[TensorSpec]] = [[], *(record.payload_over(b.start) for b in blocks[1:]), []]
+    specs: list[list[TensorSpec]] = [
+        [],
+        *(record.payload_specs_before(b.start) for b in blocks[1:]),
+        [],
+    ]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]
     backward = [sum(spec.num_bytes for spec in cut if spec.gets_gradient) for cut in specs]
     return {Kind.SEND_F: forward[1:], Kind.SEND_B: backward[:-1]}

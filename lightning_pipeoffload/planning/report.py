@@ -84,7 +84,7 @@ def predict_figures(
     }
 
 
-def measure(executor: Executor, weight_flops: int, remote_bytes: int) -> dict[str, Any]:
+def read_rank_figures(executor: Executor, weight_flops: int, remote_bytes: int) -> dict[str, Any]:
     """Return the measured figures of one rank: seconds, bytes, and the operations left for W.
 
     The bubble is the idle share of a step's period, which ends where the next step starts, the
@@ -220,7 +220,7 @@ def print_gain(before: float, after: float) -> None:
     )
 
 
-def print_new_plan(name: str, after: float | None) -> None:
+def print_outgrown_plan(name: str, after: float | None) -> None:
     """Print that a microbatch needs more memory than planned, and which plan runs from now on.
 
     Args:
@@ -250,7 +250,7 @@ def print_prediction(report: dict[str, Any]) -> None:
     _print("", table, level=logging.DEBUG)
 
 
-def print_devices(report: Mapping[str, Any]) -> None:
+def print_unlike_devices(report: Mapping[str, Any]) -> None:
     """Print which device is which rank's where they are unlike, and a better order of them."""
     devices = report["devices"]
     kinds = {(each["name"], each["slowness"], each["memory_limit"]) for each in devices}
@@ -318,7 +318,7 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: width - 1 - tail]}…{name[-tail:]}"
 
 
-def print_accumulation(num_batches: int, num_microbatches: int) -> None:
+def print_accumulation_advice(num_batches: int, num_microbatches: int) -> None:
     """Print what to set in place of ``accumulate_grad_batches=num_batches``."""
     _print(
         f"accumulate_grad_batches={num_batches}: each batch has a plan of its own, after which the "
@@ -328,7 +328,7 @@ def print_accumulation(num_batches: int, num_microbatches: int) -> None:
     )
 
 
-def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
+def print_timeline_paths(step: int, paths: Sequence[str], error: float) -> None:
     """Print the files that show a step, and by how many seconds two ranks' times may differ."""
     _print(
         f"The timeline of step {step} is in {', '.join(paths)}; the ranks' clocks are compared to "

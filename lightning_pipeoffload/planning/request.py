@@ -55,15 +55,16 @@ class PlanLimits:
             place of the pipeline (see :func:`.device_indices`); None: any.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
-        host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
-        write_memory: Formats memory in refusals.
+        describe_host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does
+            not.
+        format_memory: Formats memory in refusals.
         names: The device at each place, for refusals; (): they are numbered.
     """
 
     memory: float | Sequence[float] | None = None
     must_fit: bool = True
-    host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
-    write_memory: Callable[[float], str] = bytes_text
+    describe_host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
+    format_memory: Callable[[float], str] = bytes_text
     names: Sequence[str] = ()
 
     @property
@@ -99,7 +100,7 @@ class PlannerOptions:
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fill_request(
+def make_plan_request(
     work: PlannedWork, machines: PlanLimits, fixed: PlannerOptions, **how: Any
 ) -> PlanRequest:
     """Return the request.
@@ -135,9 +136,9 @@ def fill_request(
         name_rank=lambda option, rank: f"rank {rank}, on {machines.name_of(places(option)[rank])},",
         has_barrier=work.has_barrier,
         steps_early=lambda option: work.steps_early,
-        host_shortage=machines.host_shortage,
+        describe_host_shortage=machines.describe_host_shortage,
         must_fit=machines.must_fit,
-        write_memory=machines.write_memory,
+        format_memory=machines.format_memory,
         recipes=fixed.recipes,
         builder_options=fixed.builder_options,
         **how,

@@ -13,12 +13,12 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
+from lightning_pipeoffload.planning.limits import MachineLimits, bytes_formatter
 from lightning_pipeoffload.planning.request import (
     PlanLimits,
     PlannedWork,
     PlannerOptions,
-    fill_request,
+    make_plan_request,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm import PipelineGroup
@@ -47,7 +47,7 @@ from lightning_pipeoffload.schedule import (
 _NO_LIMITS = MachineLimits()
 
 
-def first_plan(
+def build_first_schedule(
     settings: PipelineSettings, num_ranks: int, num_microbatches: int, on_accelerator: bool = False
 ) -> tuple[Schedule, OffloadReport | None]:
     """Build the schedule of the first steps; under a limit they run one microbatch at a time.
@@ -63,7 +63,7 @@ def first_plan(
     return schedule, None
 
 
-def request_for(
+def make_run_request(
     settings: PipelineSettings,
     work: PlannedWork,
     options: Sequence[PlanOption],
@@ -88,12 +88,12 @@ def request_for(
     machines = PlanLimits(
         settings.device_limits(work.num_ranks, own),
         must_fit or settings.memory_limit is not None,
-        limits.host_shortage,
-        bytes_writer(settings.memory_limit),
+        limits.describe_host_shortage,
+        bytes_formatter(settings.memory_limit),
         limits.names,
     )
     fixed = PlannerOptions(options, settings.offload, {**FAMILIES, **settings.user_recipe})
-    return fill_request(work, machines, fixed, omits_above=inf, show=show)
+    return make_plan_request(work, machines, fixed, omits_above=inf, show=show)
 
 
 def request_by_name(
@@ -103,10 +103,10 @@ def request_by_name(
     limits: MachineLimits = _NO_LIMITS,
 ) -> PlanRequest:
     """Return the request for the schedule that the settings name."""
-    return request_for(settings, work, [settings.option(num_microbatches)], limits)
+    return make_run_request(settings, work, [settings.option(num_microbatches)], limits)
 
 
-def plan_of(request: PlanRequest) -> Plan:
+def make_plan_with_advice(request: PlanRequest) -> Plan:
     """Make a plan; errors have bytes with their unit and name the argument to set.
 
     Raises:
@@ -116,7 +116,7 @@ def plan_of(request: PlanRequest) -> Plan:
     try:
         return make_plan(request)
     except MemoryLimitError as error:
-        raise ScheduleError(error.message(request.write_memory)) from None
+        raise ScheduleError(error.message(request.format_memory)) from None
     except HostMemoryLimitError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "
@@ -124,24 +124,24 @@ def plan_of(request: PlanRequest) -> Plan:
         ) from None
 
 
-def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
+def make_plan_on_all_ranks(group: PipelineGroup, request: PlanRequest) -> Plan:
     """Make a plan on all processes, each of which plans a part of the options; all ranks call it.
 
     A single option is planned on the process that reports. Of other options than the best a
     process has only those schedules that it has made.
 
     Raises:
-        ScheduleError: As by :func:`plan_of`, on every rank.
+        ScheduleError: As by :func:`make_plan_with_advice`, on every rank.
     """
     if len(request.options) > 1:
-        return plan_of(replace(request, share=partial(_distribute_jobs, group)))
+        return make_plan_with_advice(replace(request, share=partial(_distribute_jobs, group)))
     plan, error = None, ""
     if group.is_global_zero:
         try:
-            plan = plan_of(request)
+            plan = make_plan_with_advice(request)
         except ScheduleError as refused:
             error = str(refused)
-    sent, error = group.world.broadcast((plan and plan.without_schedules, error), 0)
+    sent, error = group.world.broadcast((plan and plan.without_candidate_schedules, error), 0)
     if sent is None:
         raise ScheduleError(error)
     return plan or sent
@@ -175,7 +175,7 @@ def keeps_limits(
             )
     except ScheduleError:
         return False
-    return not limits.host_shortage(schedule, costs)
+    return not limits.describe_host_shortage(schedule, costs)
 
 
 def rank_limits(

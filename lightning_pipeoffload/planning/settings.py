@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.planning.limits import Limit, bytes_writer, parse_limits
+from lightning_pipeoffload.planning.limits import Limit, bytes_formatter, parse_limits
 from lightning_pipeoffload.runtime.comm import MOST_MICROBATCHES, PipelineGroup
 from lightning_pipeoffload.runtime.compiled import check_compile, warn_once
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.memory import HostBudget, check_recompute
-from lightning_pipeoffload.runtime.weight_grad import adds_in_float32
+from lightning_pipeoffload.runtime.weight_grad import supports_float32_accumulation
 from lightning_pipeoffload.schedule import (
     DEFAULT_SCHEDULE,
     FAMILIES,
@@ -300,7 +300,7 @@ class PipelineSettings:
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
             group.replicas.broadcast_object,
             self.compile,
-            self._fuses(group),
+            self._agree_on_fusion(group),
             self.derive_lengths,
             self.head_weight_grad_choices[0],
             self.num_sequence_slices,
@@ -310,9 +310,11 @@ class PipelineSettings:
 
     def may_fuse(self, device: torch.device) -> bool:
         """Return whether a rank on ``device`` can add weight gradients in one pass, and may."""
-        return self.gradient_accumulation_fusion is not False and adds_in_float32(device)
+        return self.gradient_accumulation_fusion is not False and supports_float32_accumulation(
+            device
+        )
 
-    def _fuses(self, group: PipelineGroup) -> bool:
+    def _agree_on_fusion(self, group: PipelineGroup) -> bool:
         """Decide for all ranks alike whether they add weight gradients in one pass."""
         if self.gradient_accumulation_fusion is False:
             return False
@@ -358,7 +360,7 @@ class PipelineSettings:
         given = parse_limits(value, name, num_ranks, self.rank_order)
         if given is None:
             return HostBudget.share_of_machine(num_local_ranks)
-        return HostBudget.configured(given[place], bytes_writer(value)(given[place]))
+        return HostBudget.configured(given[place], bytes_formatter(value)(given[place]))
 
     # ``on_accelerator``: whether the devices have a memory of their own.
 
@@ -465,7 +467,7 @@ class PipelineSettings:
             )
         return wanted
 
-    def more_microbatches(self, num_microbatches: int, batch_size: int) -> int | None:
+    def next_num_microbatches(self, num_microbatches: int, batch_size: int) -> int | None:
         """Return the next number of microbatches worth trying: at least twice as many."""
         if self.num_microbatches != "auto":
             return None
@@ -581,7 +583,7 @@ def _explain_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
 
 def _recipe_of(schedule: Schedule) -> Recipe:
     def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-        return _checked(schedule, num_ranks, num_microbatches)
+        return _check_user_schedule(schedule, num_ranks, num_microbatches)
 
     return Recipe(
         build, schedule.num_chunks, None, lambda num_ranks, num_chunks: schedule.placement
@@ -596,12 +598,12 @@ def _recipe_calling(function: Callable[[int, int], Schedule]) -> Recipe:
                 f"schedule={function!r} returned {schedule!r} for {num_ranks} ranks and "
                 f"{num_microbatches} microbatches; it must return a Schedule"
             )
-        return _checked(schedule, num_ranks, num_microbatches)
+        return _check_user_schedule(schedule, num_ranks, num_microbatches)
 
     return Recipe(build, 1, None)
 
 
-def _checked(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+def _check_user_schedule(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
     """Return a user's schedule if it is of these sizes, valid, and one to train by."""
     if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(

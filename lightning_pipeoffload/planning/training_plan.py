@@ -116,7 +116,7 @@ class TrainingPlan:
     def plan(self) -> Schedule:
         """The lowered plan of a full training batch."""
         counts = self.schedule.num_microbatches, self.schedule.num_sequence_slices
-        return self._of_training(self.schedule, counts, steps=True)
+        return self._lower_if_changed(self.schedule, counts, steps=True)
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, with a barrier where this run has one."""
@@ -145,9 +145,9 @@ class TrainingPlan:
             num_slices: The slices of each, as many as the schedule has or fewer.
             steps: Whether the optimizer steps after it.
         """
-        return self._of_training(self._order, (num_microbatches, num_slices), steps)
+        return self._lower_if_changed(self._order, (num_microbatches, num_slices), steps)
 
-    def _of_training(self, order: Schedule, counts: tuple[int, int], steps: bool) -> Schedule:
+    def _lower_if_changed(self, order: Schedule, counts: tuple[int, int], steps: bool) -> Schedule:
         final_kind = self.final_kind() if steps else None
         # By identity: a lookup by actions is slow.
         used = self._used

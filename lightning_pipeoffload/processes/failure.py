@@ -123,7 +123,7 @@ def says_connection_ended(line: str) -> bool:
     return any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
-def cause_of_absence(global_ranks: Sequence[int], suspicion: str) -> str:
+def describe_absent_ranks(global_ranks: Sequence[int], suspicion: str) -> str:
     """Name the ranks that have not answered after gloo reported ``suspicion``."""
     several = len(global_ranks) > 1
     names = f"global rank{'s' * several} {', '.join(map(str, global_ranks))}"
@@ -132,7 +132,7 @@ def cause_of_absence(global_ranks: Sequence[int], suspicion: str) -> str:
     return f"{names}, which {'do' if several else 'does'} not answer"
 
 
-def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
+def failure_of_ended_process(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
     """Return the failure that the exit status of another rank's process indicates."""
     status = process.returncode
     if status >= 0:
@@ -176,7 +176,7 @@ def _write_in_thread(write: Callable[[], object]) -> None:
     writer.join(_WRITE_SECONDS)
 
 
-def exit_soon(exception: BaseException, status: int) -> None:
+def exit_after_delay(exception: BaseException, status: int) -> None:
     """Exit after a delay, in case something blocks the process's regular exit."""
 
     def exit_in_the_end() -> None:
@@ -190,7 +190,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
     threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()
 
 
-def replace_traceback(exception: BaseException, line: str) -> None:
+def replace_uncaught_traceback(exception: BaseException, line: str) -> None:
     """Print a line instead of the traceback if an exception is not caught."""
     setattr(exception, _LINE, line)
     if not isinstance(sys.excepthook, _LineHook):

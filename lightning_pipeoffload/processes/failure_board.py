@@ -52,13 +52,13 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_pipeoffload.processes.failure import (
     POLL_SECONDS,
     Failure,
-    cause_of_absence,
     describe,
-    exit_soon,
+    describe_absent_ranks,
+    exit_after_delay,
     polls,
     print_error_line,
     print_traceback,
-    replace_traceback,
+    replace_uncaught_traceback,
     says_connection_ended,
 )
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
@@ -131,7 +131,7 @@ class FailureBoard:
             describe_rank: Returns the replica and stages of a global rank, or ""; None: always "".
         """
         self._describe_rank = describe_rank or self._describe_rank
-        following = self._launched.first_of_next_machine(self._world_size)
+        following = self._launched.first_rank_of_next_machine(self._world_size)
         self._next_machine = NextMachineConnection(store, self._global_rank, following)
         self._store = store
         if self._global_rank != 0:
@@ -161,7 +161,7 @@ class FailureBoard:
         """
         return self._run_in_thread(lambda: self._report(exception, action, status))
 
-    def report_thread_failure(self, exception: BaseException, doing: str) -> None:
+    def exit_for_thread_failure(self, exception: BaseException, doing: str) -> None:
         """End the run because another thread of this rank has failed while ``doing`` something."""
         self._run_in_thread(lambda: self._fail(exception, doing))
 
@@ -215,7 +215,7 @@ class FailureBoard:
         while not self._has_task.wait(POLL_SECONDS):
             is_turn = (self._num_polls + self._global_rank) % self._polls_a_turn == 0
             failure = self._poll(reads=is_turn)
-            if failure is not None and not self._has_own_error():
+            if failure is not None and not self._wait_for_own_error():
                 self._exit(failure)
             if self._store is None and time.monotonic() > late_at:
                 late_at = float("inf")
@@ -225,27 +225,27 @@ class FailureBoard:
                     f"{address}; are they all started?"
                 )
 
-    def _has_own_error(self) -> bool:
+    def _wait_for_own_error(self) -> bool:
         num_polls = round(_OWN_ERROR_SECONDS / POLL_SECONDS)
         return any(self._has_task.wait(POLL_SECONDS) for _ in range(num_polls))
 
     def _poll(self, reads: bool = True) -> Failure | None:
         """Return the failure of the run, as far as this machine knows it or the store is read."""
-        failure = self._find_reported(reads)
+        failure = self._find_and_announce_failure(reads)
         self._num_polls += 1
         return failure
 
-    def _find_reported(self, reads: bool) -> Failure | None:
-        lost = self._launched.find_lost_launcher()
+    def _find_and_announce_failure(self, reads: bool) -> Failure | None:
+        lost = self._launched.find_launcher_failure()
         if self._store is None:
-            return lost or self._launched.find_ended_child(is_connecting=True)
+            return lost or self._launched.find_child_failure(is_connecting=True)
         try:
             # torch prints long messages about a store that is gone, so it is not read then.
             reads = reads and lost != _RANK_ZERO_GONE
             failure = self._read(self._store) if reads else None
             if failure is not None:
                 return failure
-            failure = lost or self._launched.find_ended_child(is_connecting=False)
+            failure = lost or self._launched.find_child_failure(is_connecting=False)
             if failure is None and reads:
                 failure = self._find_ended_machine(self._store)
             if failure is None and reads:
@@ -299,7 +299,7 @@ class FailureBoard:
             finally:
                 if action:
                     print_error_line(f"{self._name} failed in {action}")
-            if isinstance(exception, Exception) and self._all_raise(error):
+            if isinstance(exception, Exception) and self._agree_on_common_error(error):
                 self._propagate_common_error(exception, failure)
                 return True
             origin, _, reported = failure.cause.partition(": ")
@@ -312,7 +312,7 @@ class FailureBoard:
             self._acknowledge("seen")
             self._wait_until_seen(failure)
             self._acknowledge("done")
-        exit_soon(exception, status)
+        exit_after_delay(exception, status)
         return False
 
     @contextmanager
@@ -327,7 +327,7 @@ class FailureBoard:
         finally:
             timer.cancel()
 
-    def _all_raise(self, error: str) -> bool:
+    def _agree_on_common_error(self, error: str) -> bool:
         """Wait until it is known whether every rank has raised the same error."""
         store = self._store
         if store is None:
@@ -364,7 +364,7 @@ class FailureBoard:
         if self._global_rank == 0:  # it may exit at once, and it hosts the store
             self._wait_until_seen(failure)
         if not failure.cause.startswith(f"{self._name}:"):
-            replace_traceback(exception, f"{self._name} stops because of {failure.cause}")
+            replace_uncaught_traceback(exception, f"{self._name} stops because of {failure.cause}")
 
     def _fail(self, exception: BaseException, doing: str) -> NoReturn:
         try:
@@ -405,7 +405,7 @@ class FailureBoard:
                 is_late = number * POLL_SECONDS >= _OWN_ERROR_SECONDS + turn
                 if absent and is_late and says_connection_ended(suspicion):
                     break
-            cause = cause_of_absence(absent, suspicion) if absent else suspicion
+            cause = describe_absent_ranks(absent, suspicion) if absent else suspicion
             return self._announce(Failure(cause, is_gone=True))
         except dist.DistError:
             return _RANK_ZERO_GONE

@@ -73,7 +73,7 @@ def is_interactive() -> bool:
 class ForkableStrategy(Protocol):
     """What the launcher needs of a strategy."""
 
-    def names_to_return(self) -> set[str]:
+    def tensor_names_to_return(self) -> set[str]:
         """Return the parameters and buffers of which this rank returns the value; collective."""
 
     def summarize_run(self) -> Any:
@@ -183,7 +183,7 @@ class ForkingLauncher(JointLauncher):
             with ExitStack() as at_end:
                 ranks = [self._fork(call, rank, at_end) for rank in range(self.num_processes)]
                 lost = _wait_for([rank.process for rank in ranks])
-                outcome = call.read_outcome(ranks, lost)
+                outcome = call.load_outcome(ranks, lost)
         except BaseException:
             self._mute_hooks(trainer)
             raise
@@ -292,7 +292,7 @@ class _TrainerCall:
                 self._state.dump(outcome, report)
         except BaseException as error:
             report.seek(0)
-            pickle.dump(_end_with_error(error), report)
+            pickle.dump(_rank_exit_for_error(error), report)
             return 1
         finally:
             report.flush()
@@ -301,7 +301,7 @@ class _TrainerCall:
 
     def _write_weights(self, tensors: IO[bytes]) -> str:
         if shapes_in(self._module) == self._shapes:
-            dump_tensors(self._module, self._ranks.names_to_return(), tensors)
+            dump_tensors(self._module, self._ranks.tensor_names_to_return(), tensors)
             return ""
         path = os.path.join(self._trainer.default_root_dir, _WEIGHTS_FILE)
         self._trainer.save_checkpoint(path, weights_only=True)
@@ -309,7 +309,7 @@ class _TrainerCall:
 
     # In the interpreter
 
-    def read_outcome(self, ranks: Sequence[_Rank], lost: ForkProcess | None) -> _Outcome:
+    def load_outcome(self, ranks: Sequence[_Rank], lost: ForkProcess | None) -> _Outcome:
         """Read what the ranks have written.
 
         Args:
@@ -396,7 +396,7 @@ def _handlers() -> Iterator[logging.Handler]:
         yield from getattr(logger, "handlers", ())  # a placeholder has none
 
 
-def _end_with_error(error: BaseException) -> _RankExit:
+def _rank_exit_for_error(error: BaseException) -> _RankExit:
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))

@@ -182,7 +182,7 @@ class JointStrategy(ParallelStrategy):
         action = self.running_action if isinstance(exception, Exception) else ""
         status = exit_status(exception, self._trainer.global_step > 0)
         is_of_all = board.report(exception, action, status)
-        self._end_after_common_error(is_of_all)
+        self._end_if_common_error(is_of_all)
         self._warns = self.global_rank == 0 or not is_of_all
         self._exception_hooks = [
             WrappedHook(callback, "on_exception", self._run_until_collective)
@@ -191,10 +191,10 @@ class JointStrategy(ParallelStrategy):
         if isinstance(exception, SystemExit) and exception.code in (None, 0):
             exception.code = 1
 
-    def _end_after_common_error(self, is_of_all: bool) -> None:
+    def _end_if_common_error(self, is_of_all: bool) -> None:
         """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
-            self.processes.end_after_common_error()
+            self.processes.prepare_run_after_common_error()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -39,12 +39,12 @@ from lightning_pipeoffload.processes.failure import (
     POLL_SECONDS,
     SIGINT_STATUS,
     Failure,
-    cause_of_end,
+    failure_of_ended_process,
     print_error_line,
 )
 from lightning_pipeoffload.processes.run_store import free_port
 from lightning_pipeoffload.runtime.memory import machine_memory
-from lightning_pipeoffload.runtime.shapes import ShapeOnly, ValueNeededError, explain_remote
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, ValueNeededError, remote_read_message
 from lightning_pipeoffload.schedule import bytes_text
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class LaunchedProcesses:
             if isinstance(thread, _ChildProcessObserver):
                 thread._child_processes = []
 
-    def first_of_next_machine(self, world_size: int) -> int | None:
+    def first_rank_of_next_machine(self, world_size: int) -> int | None:
         """Return the rank after those of this machine, as far as this process launched them.
 
         None: this process was launched by another one, or there are no more ranks.
@@ -104,13 +104,13 @@ class LaunchedProcesses:
         following = max(self._children, default=self._global_rank) + 1
         return following if following < world_size else None
 
-    def find_lost_launcher(self) -> Failure | None:
+    def find_launcher_failure(self) -> Failure | None:
         """Return the failure of the process that launched this one, if it is gone."""
         if not self._launcher or os.getppid() == self._launcher:
             return None
         return Failure(f"global rank {self._first}, which is gone", is_gone=True)
 
-    def find_ended_child(self, is_connecting: bool) -> Failure | None:
+    def find_child_failure(self, is_connecting: bool) -> Failure | None:
         """Return the failure of a child that should not have ended.
 
         Args:
@@ -121,7 +121,7 @@ class LaunchedProcesses:
             has_ended = child.poll() is not None and (is_connecting or child.returncode)
             is_aborted = child.returncode == -signal.SIGABRT
             if has_ended and (not is_aborted or self._is_only_cause(global_rank)):
-                return cause_of_end(child, global_rank)
+                return failure_of_ended_process(child, global_rank)
         return None
 
     def _is_only_cause(self, global_rank: int) -> bool:
@@ -149,7 +149,7 @@ class LaunchedProcesses:
 
     def kill_launcher(self) -> None:
         """Kill the process that launched this one, if it still runs."""
-        if self._launcher and self.find_lost_launcher() is None:
+        if self._launcher and self.find_launcher_failure() is None:
             os.kill(self._launcher, signal.SIGKILL)
 
     def has_ended(self, global_rank: int) -> bool:
@@ -192,7 +192,7 @@ class BetweenRunsWatcher:
 
     def _watch(self) -> None:
         while not self._is_over.wait(POLL_SECONDS):
-            failure = self._launched.find_ended_child(is_connecting=False)
+            failure = self._launched.find_child_failure(is_connecting=False)
             if failure is not None and not self._is_over.wait(self._patience):
                 self._launched.kill_all()
                 print_error_line(
@@ -252,7 +252,7 @@ class JointLauncher(_SubprocessScriptLauncher):
             self._end()
             raise
         except ValueNeededError as error:  # in a hook; those in a step are explained there
-            explained = RuntimeError(explain_remote(error))
+            explained = RuntimeError(remote_read_message(error))
             self._fail(explained)
             raise explained from error
         except BaseException as exception:

@@ -174,13 +174,13 @@ class PipelineProcesses(JointStrategy):
                 self.num_replicas,
                 self.settings.rank_order,
                 self.settings.tensor_parallel_size,
-                self.processes.report_thread_failure,
+                self.processes.exit_for_thread_failure,
             )
             group.devices = measure_devices(group, self.settings.cache_folder)
         self.processes.set_groups(group.world, group)
         set_replica(group.replica, group.num_replicas, group.is_reader)
         self.processes.connect()
-        self.agree_on_randomness()  # a module may be made between here and ``setup``
+        self.broadcast_random_state()  # a module may be made between here and ``setup``
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -196,7 +196,7 @@ class PipelineProcesses(JointStrategy):
             refuse_differences(describe_settings(self.settings, schedule), group)
             dist.destroy_process_group(group)
 
-    def agree_on_randomness(self) -> None:
+    def broadcast_random_state(self) -> None:
         """Set every rank's global random generators to the state of global rank 0's."""
         replay = self.broadcast(RandomStateSnapshot())
         replay.restore()
@@ -218,7 +218,7 @@ class PipelineProcesses(JointStrategy):
     def restore_run_summary(self, described: Any) -> None:
         """Show a run of forked ranks from now on."""
 
-    def names_to_return(self) -> set[str]:
+    def tensor_names_to_return(self) -> set[str]:
         """Return the parameters and buffers whose values this rank returns; all ranks call it."""
         group = self.group
         group.replicas.pending.wait()
@@ -233,7 +233,7 @@ class PipelineProcesses(JointStrategy):
     # Collective operations
 
     @contextmanager
-    def intercepting_broadcast(self, answer: Callable[[Any], Any]) -> Iterator[None]:
+    def answering_next_broadcast(self, answer: Callable[[Any], Any]) -> Iterator[None]:
         """Have ``answer`` return the result of the next broadcast, which would wait."""
         self._answer = answer
         try:

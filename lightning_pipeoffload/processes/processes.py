@@ -6,7 +6,7 @@
     set_groups()  the groups
     connect()     the run's store: the board reads it, ranks meet and publish numbers
     end()         all ranks have come to the end: the board ends, BetweenRunsWatcher begins
-    end_after_common_error()
+    prepare_run_after_common_error()
                   all ranks have raised the same: as end(), and nothing is shared with later runs
 """
 
@@ -108,7 +108,7 @@ class Processes:
         self.board = None
         self._watch_between_runs()
 
-    def end_after_common_error(self) -> None:
+    def prepare_run_after_common_error(self) -> None:
         """Let another run follow after an error that all ranks have raised, waiting for none."""
         ProcessGroups.retire_current(has_failed=True)
         drop_cached_connections()
@@ -118,7 +118,7 @@ class Processes:
         if self._launched.has_children:
             BetweenRunsWatcher(self._global_rank, self._launched, patience)
 
-    def report_thread_failure(
+    def exit_for_thread_failure(
         self, exception: BaseException, doing: str = "while publishing metrics"
     ) -> None:
         """End the run because a thread has failed, unless the main thread fails within a second."""
@@ -127,4 +127,4 @@ class Processes:
             if self.board is not board:
                 return
         if board is not None:
-            board.report_thread_failure(exception, doing)
+            board.exit_for_thread_failure(exception, doing)

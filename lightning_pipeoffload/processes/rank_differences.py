@@ -219,6 +219,6 @@ class StepOptions:
 
 def _start_reading(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        read: Callable[[], Tensor] = late_values.start_reading(leaf)
+        read: Callable[[], Tensor] = late_values.start_host_copy(leaf)
         return lambda: read().tolist()
     return leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__

@@ -90,7 +90,7 @@ class StoreBarrier:
         self._patience = patience
         self._count = 0
 
-    def wait_for_all(self, purpose: str, patience: timedelta | None = None) -> dict[int, str]:
+    def collect_purposes(self, purpose: str, patience: timedelta | None = None) -> dict[int, str]:
         """Wait for all ranks; return the purpose of each rank that arrives within ``patience``.
 
         Args:

@@ -30,7 +30,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)
     with reporting_lost_peers("lost a rank while gathering a tensor"):
-        copied = group.copy_to_hosts(tensor, owner, ranks)
+        copied = group.broadcast_to_hosts(tensor, owner, ranks)
     if sharding is not None and sharding.is_divided:
         copied = gather_whole(copied, sharding)
     return copied.to(tensor.device)

@@ -2,7 +2,7 @@
 
 from .active_settings import ACTIVE_SETTINGS
 from .contexts import NOTHING, combine_contexts, without_garbage_collection
-from .late_values import is_on_accelerator, start_reading
+from .late_values import is_on_accelerator, start_host_copy
 from .leaves import (
     leaves_of,
     map_in_place,
@@ -26,7 +26,7 @@ from .randomness import (
     draw_seed,
     forked_randomness,
     generator_state,
-    has_drawn_since,
+    has_drawn_outside_torch,
     mix_seed,
     mix_seeds,
     replayed_generator,

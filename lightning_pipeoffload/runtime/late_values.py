@@ -14,7 +14,7 @@ def is_on_accelerator(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def start_reading(tensor: Tensor) -> Callable[[], Tensor]:
+def start_host_copy(tensor: Tensor) -> Callable[[], Tensor]:
     """Start to copy a tensor to the host; return a function that waits for the copy."""
     if not is_on_accelerator(tensor):
         kept = tensor.detach().clone()

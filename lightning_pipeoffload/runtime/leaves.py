@@ -95,13 +95,13 @@ def has_dataclasses(tree: Any) -> bool:
     return type(tree) is not Tensor and any(map(_is_dataclass_instance, leaves_of(tree)))
 
 
-def open_dataclasses(tree: Any) -> Any:
+def dataclasses_to_nodes(tree: Any) -> Any:
     """Return a pytree with a :class:`DataclassNode` in place of each dataclass."""
     return tree_map(_open, tree)
 
 
-def close_dataclasses(tree: Any) -> Any:
-    """Undo :func:`open_dataclasses`, with new objects."""
+def nodes_to_dataclasses(tree: Any) -> Any:
+    """Undo :func:`dataclasses_to_nodes`, with new objects."""
     return tree_map(_close, tree, is_leaf=lambda part: isinstance(part, DataclassNode))
 
 
@@ -115,7 +115,7 @@ def _open(leaf: Any) -> Any:
     names, template = [field.name for field in fields(leaf)], copy(leaf)
     for name in names:
         object.__setattr__(template, name, None)  # also of what is frozen
-    return DataclassNode(template, [open_dataclasses(getattr(leaf, name)) for name in names])
+    return DataclassNode(template, [dataclasses_to_nodes(getattr(leaf, name)) for name in names])
 
 
 def _close(leaf: Any) -> Any:
@@ -123,7 +123,7 @@ def _close(leaf: Any) -> Any:
         return leaf
     closed = copy(leaf.template)
     for field, value in zip(fields(closed), leaf.values, strict=True):
-        object.__setattr__(closed, field.name, close_dataclasses(value))
+        object.__setattr__(closed, field.name, nodes_to_dataclasses(value))
     return closed
 
 
@@ -140,7 +140,7 @@ def map_output(function: Callable[[Any], Any], output: Any) -> Any:
     """Map the leaves of a block's return value, also those in dataclasses."""
     if type(output) is Tensor or not has_dataclasses(output):
         return tree_map(function, output)
-    return close_dataclasses(tree_map(function, open_dataclasses(output)))
+    return nodes_to_dataclasses(tree_map(function, dataclasses_to_nodes(output)))
 
 
 def output_tensors(output: Any) -> list[Tensor]:

@@ -16,9 +16,9 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 )
 
 from lightning_pipeoffload.runtime.leaves import (
-    close_dataclasses,
+    dataclasses_to_nodes,
     has_dataclasses,
-    open_dataclasses,
+    nodes_to_dataclasses,
 )
 
 # Without numbers and strings, which may come from the batch.
@@ -94,7 +94,7 @@ class BlockOutput:
     @classmethod
     def of(cls, output: Any) -> BlockOutput:
         is_closed = has_dataclasses(output)
-        leaves, treespec = tree_flatten(open_dataclasses(output) if is_closed else output)
+        leaves, treespec = tree_flatten(dataclasses_to_nodes(output) if is_closed else output)
         described = tuple(_describe(leaf) for leaf in leaves)
         is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
         return cls(treespec, described, is_template, is_closed)
@@ -105,12 +105,12 @@ class BlockOutput:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     @cached_property
-    def metas(self) -> list[Tensor]:
+    def meta_tensors(self) -> list[Tensor]:
         """The shapes of the payload, as tensors on the meta device."""
         with torch.inference_mode(False):
             return [spec.empty("meta") for spec in self.payload]
 
-    def with_gradients(self, arrives: Sequence[bool]) -> BlockOutput:
+    def with_gradient_flags(self, arrives: Sequence[bool]) -> BlockOutput:
         """Return a copy with ``gets_gradient`` of each tensor."""
         flags = iter(arrives)
         leaves = tuple(
@@ -130,7 +130,7 @@ class BlockOutput:
         left = iter(tensors)
         leaves = [next(left) if isinstance(x, TensorSpec) else x for x in self.leaves]
         filled = tree_unflatten(leaves, self.treespec)
-        return close_dataclasses(filled) if self.is_closed else filled
+        return nodes_to_dataclasses(filled) if self.is_closed else filled
 
 
 def _describe(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipeoffload.runtime.device import accelerator_in_use, accelerator_module
+from lightning_pipeoffload.runtime.device import accelerator_module, initialized_accelerator
 
 _MASK = (1 << 64) - 1
 
@@ -42,7 +42,7 @@ def mix_seeds(parts: Sequence[int], lasts: Iterable[int]) -> list[int]:
 def seed_torch(seed: int) -> None:
     """Seed torch's generators of the CPU and of the accelerator in use."""
     torch.default_generator.manual_seed(seed)
-    accelerator = accelerator_in_use()
+    accelerator = initialized_accelerator()
     if accelerator:
         accelerator.manual_seed(seed)
 
@@ -51,7 +51,7 @@ def segment_seeder(outside_torch: bool) -> Callable[[int], Any]:
     """Return a function that seeds torch's generators, and numpy's and Python's on request."""
     if outside_torch:
         return seed_all
-    return seed_torch if accelerator_in_use() else torch.default_generator.manual_seed
+    return seed_torch if initialized_accelerator() else torch.default_generator.manual_seed
 
 
 def seed_all(seed: int) -> None:
@@ -61,7 +61,7 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def has_drawn_since(seed: int) -> bool:
+def has_drawn_outside_torch(seed: int) -> bool:
     """Whether numpy's or Python's generator was used since ``seed_all(seed)``; seeds them again."""
     drawn = random.random(), np.random.rand()
     seed_all(seed)
@@ -125,7 +125,7 @@ class RandomStateSnapshot:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)  # half the time of the other form
         self._cpu = torch.get_rng_state()
-        accelerator = accelerator_in_use()
+        accelerator = initialized_accelerator()
         self._device_state = accelerator.get_rng_state() if accelerator else None
 
     def restore(self) -> None:
@@ -136,7 +136,7 @@ class RandomStateSnapshot:
             inner["key"] = inner["key"].tolist()
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        if self._device_state is not None and accelerator_in_use():
+        if self._device_state is not None and initialized_accelerator():
             accelerator_module().set_rng_state(self._device_state)
 
 

@@ -24,14 +24,14 @@ from .actions import (
 )
 from .build import DEFAULT_SCHEDULE, SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
-from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_of, options
+from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_candidate, options
 from .costs import (
     COMPUTE_TIMES,
     Costs,
     copy_ratios,
     estimated_copy_ratio,
     hideable_copy_share,
-    layer_flops,
+    layer_train_flops,
     with_copy_ratio,
 )
 from .families import (
@@ -39,11 +39,18 @@ from .families import (
     Recipe,
     build_from_recipe,
     check_limit,
+    check_positive_integers,
     check_schedule,
-    check_sizes,
     check_slices,
 )
-from .make_plan import HostMemoryLimitError, Job, Plan, PlanRequest, make_plan, score_lower_bound
+from .make_plan import (
+    HostMemoryLimitError,
+    Job,
+    Plan,
+    PlanRequest,
+    make_plan,
+    score_bound_without_copies,
+)
 from .messages import (
     OpenReceives,
     PendingSends,

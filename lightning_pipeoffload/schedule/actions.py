@@ -143,7 +143,7 @@ COPY_LANES = frozenset({OFFLOAD_LANE, RELOAD_LANE})
 
 
 @dataclass(frozen=True)
-class KindRow:
+class KindEffects:
     """The effects of one kind of action, on one stage and microbatch.
 
     Attributes:
@@ -172,9 +172,9 @@ class KindRow:
     rule: str = ""
 
 
-KINDS: dict[Kind, KindRow] = {
-    Kind.F: KindRow(COMPUTE_LANE, ("forward",), puts=ACTIVATION),
-    Kind.B: KindRow(
+KINDS: dict[Kind, KindEffects] = {
+    Kind.F: KindEffects(COMPUTE_LANE, ("forward",), puts=ACTIVATION),
+    Kind.B: KindEffects(
         COMPUTE_LANE,
         ("backward_input",),
         needs=MemoryPart.FOR_B,
@@ -184,7 +184,7 @@ KINDS: dict[Kind, KindRow] = {
         follows=(Kind.F, Kind.RELOAD, Kind.RELOAD_B),
         rule="B needs what is on the host; put FREE and RELOAD or RELOAD_B before it",
     ),
-    Kind.W: KindRow(
+    Kind.W: KindEffects(
         COMPUTE_LANE,
         ("backward_weight",),
         needs=WAITING,
@@ -193,7 +193,7 @@ KINDS: dict[Kind, KindRow] = {
         follows=(Kind.B, Kind.RELOAD_W),
         rule="W needs what is on the host; put RELOAD_W before it",
     ),
-    Kind.BW: KindRow(
+    Kind.BW: KindEffects(
         COMPUTE_LANE,
         ("backward_input", "backward_weight"),
         needs=ACTIVATION,
@@ -202,53 +202,53 @@ KINDS: dict[Kind, KindRow] = {
         follows=(Kind.F, Kind.RELOAD),
         rule="BW needs what is on the host; put FREE and RELOAD before it",
     ),
-    Kind.REDUCE: KindRow(REDUCE_LANE, ("reduce",)),
-    Kind.STEP: KindRow(HOST_LANE, ("step",)),
-    Kind.SEND_F: KindRow(),
-    Kind.RECV_F: KindRow(),
-    Kind.SEND_B: KindRow(),
-    Kind.RECV_B: KindRow(),
-    Kind.OFFLOAD: KindRow(
+    Kind.REDUCE: KindEffects(REDUCE_LANE, ("reduce",)),
+    Kind.STEP: KindEffects(HOST_LANE, ("step",)),
+    Kind.SEND_F: KindEffects(),
+    Kind.RECV_F: KindEffects(),
+    Kind.SEND_B: KindEffects(),
+    Kind.RECV_B: KindEffects(),
+    Kind.OFFLOAD: KindEffects(
         OFFLOAD_LANE,
         ("offload",),
         host_puts=ACTIVATION,
         follows=(Kind.F,),
         rule="OFFLOAD copies what F saved, once, and before B or BW needs it",
     ),
-    Kind.FREE: KindRow(
+    Kind.FREE: KindEffects(
         drops=ACTIVATION,
         follows=(Kind.OFFLOAD,),
         rule="FREE drops what OFFLOAD has copied, once; put OFFLOAD before it",
     ),
-    Kind.RELOAD: KindRow(
+    Kind.RELOAD: KindEffects(
         RELOAD_LANE,
         ("reload",),
         puts=ACTIVATION,
         follows=(Kind.FREE,),
         rule="RELOAD brings back what FREE has dropped, once; put FREE before it",
     ),
-    Kind.RELOAD_B: KindRow(
+    Kind.RELOAD_B: KindEffects(
         RELOAD_LANE,
         ("reload",),
         puts=MemoryPart.FOR_B,
         follows=(Kind.FREE,),
         rule="RELOAD_B brings back what FREE has dropped, for B; put FREE before it",
     ),
-    Kind.RELOAD_W: KindRow(
+    Kind.RELOAD_W: KindEffects(
         RELOAD_LANE,
         ("reload",),
         puts=WAITING,
         follows=(Kind.B, Kind.FREE_W),
         rule="RELOAD_W brings back what W needs, after B; put RELOAD_B or FREE_W before it",
     ),
-    Kind.OFFLOAD_W: KindRow(
+    Kind.OFFLOAD_W: KindEffects(
         OFFLOAD_LANE,
         ("offload",),
         host_puts=WAITING,
         follows=(Kind.B,),
         rule="OFFLOAD_W copies what waits for W; put it after B, and not after RELOAD",
     ),
-    Kind.FREE_W: KindRow(
+    Kind.FREE_W: KindEffects(
         drops=WAITING,
         follows=(Kind.OFFLOAD_W,),
         rule="FREE_W drops what OFFLOAD_W has copied, once; put OFFLOAD_W before it",

@@ -24,7 +24,7 @@ _WORTH_COPYING = 0.01
 _CHUNK_COUNTS = (2, 3, 4)
 
 
-def period_to_compare(period: float, copies: bool) -> float:
+def period_with_copy_penalty(period: float, copies: bool) -> float:
     """Return the time by which plans are compared: copies add a small penalty."""
     return period * (1 + _WORTH_COPYING * copies)
 
@@ -47,7 +47,7 @@ class PlanOption:
     num_sequence_slices: int = 1
     num_kept: int = 0
 
-    def max_live_microbatches(self, num_ranks: int) -> tuple[int, ...]:
+    def max_live_by_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Return of how many microbatches each stage's activations fit by the cut; (): of any."""
         placement = self.placement(num_ranks)
         if not self.num_kept:
@@ -105,14 +105,14 @@ class Candidate:
         """The period, with a small penalty for copies; infinite without a plan."""
         if self.period is None:
             return inf
-        return period_to_compare(self.period, self.offload != "none")
+        return period_with_copy_penalty(self.period, self.offload != "none")
 
     @property
     def without_schedule(self) -> Candidate:
         """The candidate without its schedule, for sending to other processes."""
         return replace(self, schedule=None, report=None)
 
-    def figures(self) -> dict[str, Any]:
+    def report_row(self) -> dict[str, Any]:
         """Return the candidate's row of a report."""
         names = ("offload", "postponed", "fits", "period", "makespan", "bubble", "peak_memory")
         return {
@@ -133,7 +133,7 @@ class Candidate:
         return replace(self, reason="no less memory")
 
 
-def best_of(candidates: Iterable[Candidate]) -> Candidate | None:
+def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
     """Return the fastest candidate that fits; among about equal ones, that with least memory."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:

@@ -112,7 +112,7 @@ class Costs:
         names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
 
-    def slowed(self, factors: Sequence[float]) -> Costs:
+    def scale_compute_times(self, factors: Sequence[float]) -> Costs:
         """Return the same costs with each stage's F, B and W that many times as long."""
         times: dict[str, Any] = {
             name: tuple(map(mul, self.per_stage(name, len(factors)), factors))
@@ -165,7 +165,7 @@ BYTES_AFTER_RECOMPUTE = 20
 input of each norm 2 and 2, queries, keys and values 6, output of attention 2, input of GeLU 8."""
 
 
-def layer_flops(hidden_size: int, sequence_length: int) -> float:
+def layer_train_flops(hidden_size: int, sequence_length: int) -> float:
     """Return the operations of F, B and W of a transformer layer, for one sequence."""
     return 12.0 * sequence_length * hidden_size * (6 * hidden_size + sequence_length)
 
@@ -195,7 +195,7 @@ def estimated_copy_ratio(
     for name, value in {**sizes, "compute_rate": compute_rate, "copy_rate": copy_rate}.items():
         if not isinstance(value, (int, float)) or not 0 < value < inf:
             raise ScheduleError(f"{name} ({value}) must be a number, and more than 0")
-    compute_seconds = layer_flops(hidden_size, sequence_length) / compute_rate
+    compute_seconds = layer_train_flops(hidden_size, sequence_length) / compute_rate
     return 2 * layer_bytes(hidden_size, sequence_length) / copy_rate / compute_seconds
 
 

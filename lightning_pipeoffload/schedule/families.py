@@ -94,7 +94,7 @@ def build_from_recipe(
         MemoryLimitError: The schedule needs more memory than ``memory_limit``.
     """
     num_ranks, num_microbatches, num_chunks = sizes
-    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check_positive_integers(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
     num_slices = options.pop("num_sequence_slices", 1)
     check_slices(name, recipe, num_slices)
@@ -162,7 +162,7 @@ def check_schedule(
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
 
 
-def check_sizes(**sizes: Any) -> None:
+def check_positive_integers(**sizes: Any) -> None:
     """Check numbers of ranks, microbatches or stages.
 
     Raises:
@@ -176,7 +176,7 @@ def check_sizes(**sizes: Any) -> None:
 def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
     if num_chunks is None:
         return recipe.num_chunks
-    check_sizes(num_chunks=num_chunks)
+    check_positive_integers(num_chunks=num_chunks)
     at_most = recipe.max_chunks or num_chunks
     if recipe.num_chunks <= num_chunks <= at_most:
         return num_chunks
@@ -193,7 +193,7 @@ def check_slices(name: str, recipe: Recipe, num_sequence_slices: Any) -> None:
     Raises:
         ScheduleError: It is no positive integer, or the schedule runs whole sequences only.
     """
-    check_sizes(num_sequence_slices=num_sequence_slices)
+    check_positive_integers(num_sequence_slices=num_sequence_slices)
     if num_sequence_slices > 1 and not recipe.can_slice:
         can = ", ".join(other for other, each in FAMILIES.items() if each.can_slice)
         raise ScheduleError(

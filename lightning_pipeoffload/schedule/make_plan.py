@@ -23,7 +23,13 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
-from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_of, period_to_compare
+from .candidates import (
+    RECOMPUTATIONS,
+    Candidate,
+    PlanOption,
+    best_candidate,
+    period_with_copy_penalty,
+)
 from .costs import Costs
 from .families import FAMILIES, Recipe, build_from_recipe
 from .passes.last_weights import postpone_weight_gradients
@@ -89,14 +95,15 @@ class PlanRequest:
             the next one.
         steps_early: Returns whether an option's optimizer steps on the host as gradients become
             final. Then W's are postponed to overlap with these steps, as far as memory allows.
-        host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
+        describe_host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does
+            not.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
         searches_always: Whether to run builders that search for seconds even if their lower bound
             is not below the best period.
         omits_above: Skip options that must take longer than this period, or than the best plan of
             earlier phases; these are never chosen. None: plan all options, for a table.
-        write_memory: Formats memory in refusals.
+        format_memory: Formats memory in refusals.
         show: Called with what is being done, as "planning 3 of 60".
         share: Divides the work among the processes that make this plan.
         recipes: The recipe of each schedule, by its name.
@@ -112,11 +119,11 @@ class PlanRequest:
     name_rank: Callable[[PlanOption, int], str] = lambda option, rank: f"rank {rank}"
     has_barrier: Callable[[PlanOption], bool] = lambda option: False
     steps_early: Callable[[PlanOption], bool] = lambda option: False
-    host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
+    describe_host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
     omits_above: float | None = None
-    write_memory: Callable[[float], str] = bytes_text
+    format_memory: Callable[[float], str] = bytes_text
     show: Callable[[str], None] = lambda text: None
     share: Share = run_jobs_here
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
@@ -126,7 +133,7 @@ class PlanRequest:
         """Return the rank of every stage."""
         return self.recipes[option.schedule].placement(self.num_ranks, option.num_chunks)
 
-    def limits_of(self, option: PlanOption) -> RankLimits | None:
+    def activation_limits(self, option: PlanOption) -> RankLimits | None:
         """Return the most memory for an option's activations on each rank; None: any."""
         if self.memory_limit is None:
             return None
@@ -167,7 +174,7 @@ class Plan:
         )
 
     @property
-    def without_schedules(self) -> Plan:
+    def without_candidate_schedules(self) -> Plan:
         """The plan without the schedules of the other candidates, for sending to other ranks."""
         return replace(
             self, candidates=[candidate.without_schedule for candidate in self.candidates]
@@ -193,21 +200,21 @@ def make_plan(request: PlanRequest) -> Plan:
     for option in slow:
         if option not in quick and trials.is_worth_searching(option):
             trials.try_orders([option])
-    trials.try_to_postpone()
+    trials.try_postponed_weight_grads()
     best = trials.best() or trials.full_offload_plan()
     if best is None or best.schedule is None:
-        raise trials.no_plan()
+        raise trials.no_plan_error()
     place = {option: index for index, option in enumerate(request.options)}
     candidates = sorted(trials.candidates, key=lambda candidate: place[candidate.option])
     judged = [candidate.with_rejection_reason(best) for candidate in candidates]
     return Plan(best, best.schedule, trials.actual_costs(best.option), judged)
 
 
-def score_lower_bound(request: PlanRequest) -> float:
+def score_bound_without_copies(request: PlanRequest) -> float:
     """Return a lower bound on the scores of all plans without copies; infinite if none can be."""
     trials = _Trials(request)
     trials.find_bounds()
-    return trials.least_order
+    return trials.least_order_bound
 
 
 _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
@@ -274,7 +281,7 @@ class _Trials:
     def _rank_limits(self, option: PlanOption) -> RankLimits | None:
         key = self._cost_key(option)
         if key not in self._limits:
-            self._limits[key] = self._request.limits_of(option)
+            self._limits[key] = self._request.activation_limits(option)
         return self._limits[key]
 
     def limit(self, option: PlanOption) -> float | None:
@@ -317,7 +324,7 @@ class _Trials:
         ):
             self.candidates += added
 
-    def _in_processes(
+    def _map_over_processes(
         self, question: Callable[[PlanOption], Any], options: Sequence[PlanOption]
     ) -> list[Any]:
         """Return an answer for each option, which one process finds."""
@@ -327,16 +334,16 @@ class _Trials:
     def find_bounds(self) -> None:
         """Find a lower bound on the period of each option."""
         wanted = self._request.options
-        self._bounds = dict(zip(wanted, self._in_processes(self._bound, wanted), strict=True))
+        self._bounds = dict(zip(wanted, self._map_over_processes(self._bound, wanted), strict=True))
 
     @property
-    def least_order(self) -> float:
+    def least_order_bound(self) -> float:
         """The smallest bound of an order without copies."""
         return min((bound.order for bound in self._bounds.values() if bound.order), default=inf)
 
     def try_orders(self, options: Sequence[PlanOption]) -> None:
         """Plan the orders of options, those with the best bounds first."""
-        for phase in _phases(self._sorted(options, "order")):
+        for phase in _growing_batches(self._sort_by_bound(options, "order")):
             self._collect_candidates([(option, self._try_unless_slower) for option in phase])
 
     def _try_order(self, option: PlanOption) -> None:
@@ -348,7 +355,7 @@ class _Trials:
             else:
                 self._add_share(option, share)
         except ScheduleError as error:
-            self._refuse(option, "none" if share == "auto" else str(share), error)
+            self._add_refused_candidate(option, "none" if share == "auto" else str(share), error)
 
     def _add_order(self, option: PlanOption) -> None:
         schedule = self._build(option, self.limit(option))
@@ -359,7 +366,7 @@ class _Trials:
 
     def _add_share(self, option: PlanOption, share: str | float) -> None:
         free, limit = self._build(option, None), self.limit(option)
-        if self._is_above(self._simulate_plan(option, free)[0]):
+        if self._may_omit(self._simulate_plan(option, free)[0]):
             raise ScheduleError("even without its copies no faster than the best")
         planned = offload_activations(free, self.scaled_costs(option), share, limit)
         self._add_candidate(option, str(share) if planned[0].has_copies else "none", *planned)
@@ -368,17 +375,17 @@ class _Trials:
         """Plan copies for options that may become the fastest, the most promising first."""
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
-        for phase in _phases(self._sorted(tried, "copies")):
+        for phase in _growing_batches(self._sort_by_bound(tried, "copies")):
             wanted = [
                 o
                 for o in phase
                 if not (self.is_bound_too_slow(o) or self._is_dominated(o, _COPIED))
             ]
             seconds = dict(
-                zip(wanted, self._in_processes(self._bound_with_copies, wanted), strict=True)
+                zip(wanted, self._map_over_processes(self._bound_with_copies, wanted), strict=True)
             )
             may_copy = [option for option in wanted if seconds[option] is not None]
-            for part in _phases(sorted(may_copy, key=lambda option: seconds[option])):
+            for part in _growing_batches(sorted(may_copy, key=lambda option: seconds[option])):
                 self._collect_candidates(
                     [(o, partial(self._try_to_copy, seconds=seconds[o])) for o in part]
                 )
@@ -398,19 +405,19 @@ class _Trials:
         copying, limit = 0.0, self.limit(option)
         if limit is not None and option.num_sequence_slices == 1:
             copying = copy_seconds_lower_bound(schedule, self.scaled_costs(option), limit)
-            if self._is_above(period_to_compare(copying, copies=True)):
+            if self._may_omit(period_with_copy_penalty(copying, copies=True)):
                 return copying
         return max(copying, self._simulate_plan(option, schedule)[0])
 
     def _try_to_copy(self, option: PlanOption, seconds: float) -> None:
-        best, schedule = best_of(self.candidates), self._free_orders[option]
+        best, schedule = best_candidate(self.candidates), self._free_orders[option]
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("with the copies that it needs no faster than the best")
             planned = self._offload(option, schedule, "auto", self.limit(option))
             self._add_candidate(option, "paged" if planned[1].is_paged else "auto", *planned)
         except ScheduleError as error:
-            self._refuse(option, "auto", error)
+            self._add_refused_candidate(option, "auto", error)
 
     def _offload(
         self, option: PlanOption, schedule: Schedule, amount: str, limit: float | None
@@ -418,25 +425,25 @@ class _Trials:
         actual_costs = self.actual_costs(option)
 
         def has_room(offloaded: Schedule) -> bool:
-            return not self._request.host_shortage(offloaded, actual_costs)
+            return not self._request.describe_host_shortage(offloaded, actual_costs)
 
         apart = split_every_backward(schedule)
         return offload_activations(apart, self.scaled_costs(option), amount, limit, has_room)
 
-    def try_to_postpone(self) -> None:
+    def try_postponed_weight_grads(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
         planned = [c.option for c in self.candidates if c.fits and c.offload == "none"]
         early = [option for option in planned if self._request.steps_early(option)]
         seconds = dict(
-            zip(early, self._in_processes(self._period_without_step, early), strict=True)
+            zip(early, self._map_over_processes(self._period_without_step, early), strict=True)
         )
         promising = sorted(early, key=lambda option: seconds[option])[:_NUM_POSTPONED]
-        self._collect_candidates([(option, self._postpone) for option in promising])
+        self._collect_candidates([(option, self._add_postponed_candidates) for option in promising])
 
-    def _postpone(self, option: PlanOption) -> None:
+    def _add_postponed_candidates(self, option: PlanOption) -> None:
         num_ranks = self._request.num_ranks
         counts = sorted({num_ranks * quarter // 4 for quarter in range(5)})
-        apart = split_every_backward(self._plan_without_copies(option))
+        apart = split_every_backward(self._find_plan_without_copies(option))
         for count in (
             counts if any(optimizer_step_seconds(apart, self.scaled_costs(option))) else ()
         ):
@@ -446,12 +453,12 @@ class _Trials:
 
     def _period_without_step(self, option: PlanOption) -> float:
         plan, costs = (
-            split_fused_backward(self._plan_without_copies(option)),
+            split_fused_backward(self._find_plan_without_copies(option)),
             self.scaled_costs(option),
         )
         return steady_period(plan, replace(costs, step=0.0), self._request.has_barrier(option))
 
-    def _plan_without_copies(self, option: PlanOption) -> Schedule:
+    def _find_plan_without_copies(self, option: PlanOption) -> Schedule:
         """Return the plan without copies that this process has found for an option."""
         schedules = (
             c.schedule for c in self.candidates if c.option == option and c.offload == "none"
@@ -460,11 +467,13 @@ class _Trials:
 
     def best(self) -> Candidate | None:
         """Return the best plan, with its schedule on every process; None if none fits."""
-        best = best_of(sorted(self.candidates, key=lambda each: self._places[each.option]))
+        best = best_candidate(sorted(self.candidates, key=lambda each: self._places[each.option]))
         if best is None:
             return None
         place = self.candidates.index(best)
-        answers = self._in_processes(lambda option: (best.schedule, best.report), [best.option])
+        answers = self._map_over_processes(
+            lambda option: (best.schedule, best.report), [best.option]
+        )
         schedule, report = answers[0]
         limits = self._rank_limits(best.option)
         if report is not None and limits is not None:
@@ -476,7 +485,7 @@ class _Trials:
     def full_offload_plan(self) -> Candidate | None:
         """Return the plan that offloads the most; None if plans have to fit."""
         request = self._request
-        if request.must_fit or len(request.options) > 1 or self._least_memory == inf:
+        if request.must_fit or len(request.options) > 1 or self._least_sufficient_limit == inf:
             return None
         option = request.options[0]
         planned = self._offload(option, self._build(option, None), "full", None)
@@ -492,8 +501,11 @@ class _Trials:
         report: OffloadReport | None = None,
         postponed: int = 0,
     ) -> None:
-        host_shortage, costs = self._request.host_shortage, self.actual_costs(option)
-        shortage = schedule.has_copies and host_shortage(schedule, costs)
+        describe_host_shortage, costs = (
+            self._request.describe_host_shortage,
+            self.actual_costs(option),
+        )
+        shortage = schedule.has_copies and describe_host_shortage(schedule, costs)
         if shortage:
             raise HostMemoryLimitError(shortage)
         period, bubble, peaks, makespan = self._simulate_plan(option, schedule)
@@ -517,7 +529,9 @@ class _Trials:
         bubble = period_bubble(timeline, period)
         return period, bubble, timeline.peak_memory, timeline.makespan
 
-    def _refuse(self, option: PlanOption, offload: str, error: ScheduleError) -> None:
+    def _add_refused_candidate(
+        self, option: PlanOption, offload: str, error: ScheduleError
+    ) -> None:
         self._error = error
         if isinstance(error, MemoryLimitError):
             needed = self._actual_need(option, error)
@@ -529,7 +543,7 @@ class _Trials:
         self._new.append(refused)
 
     @property
-    def _least_memory(self) -> float:
+    def _least_sufficient_limit(self) -> float:
         """The smallest limit that a refused option keeps."""
         refused = [each for each in self.candidates if each.needs_more_memory]
         needs = (self._needed_limit(each.option, each.peak_memory or 0.0) for each in refused)
@@ -552,7 +566,7 @@ class _Trials:
 
     def is_worth_searching(self, option: PlanOption) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
-        request, best, why = self._request, best_of(self.candidates), ""
+        request, best, why = self._request, best_candidate(self.candidates), ""
         promised = inf if best is None else best.score / (self._bounds[option].order or inf) - 1
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
@@ -567,9 +581,9 @@ class _Trials:
 
     def is_bound_too_slow(self, option: PlanOption) -> bool:
         """Return whether the bound of an option shows that it is slower than the best."""
-        return self._is_above(period_to_compare(self._bounds[option].copies, copies=True))
+        return self._may_omit(period_with_copy_penalty(self._bounds[option].copies, copies=True))
 
-    def _sorted(self, options: Sequence[PlanOption], bound: str) -> list[PlanOption]:
+    def _sort_by_bound(self, options: Sequence[PlanOption], bound: str) -> list[PlanOption]:
         """Return options with the best bounds first; of about equal ones those of least memory."""
         least = min((getattr(self._bounds[option], bound) for option in options), default=0.0)
 
@@ -596,7 +610,7 @@ class _Trials:
                 is_less_work = self._bounds[other].work <= self._bounds[option].work * (
                     1 + ROUNDING
                 )
-                is_above = candidate.fits and is_less_work and self._is_above(candidate.score)
+                is_above = candidate.fits and is_less_work and self._may_omit(candidate.score)
                 if is_above or candidate.needs_more_memory:
                     return True
         return False
@@ -608,19 +622,21 @@ class _Trials:
         self._num_grouped = len(self.candidates)
         return self._by_order[_order_of(option)]
 
-    def _is_above(self, bound: float) -> bool:
+    def _may_omit(self, bound: float) -> bool:
         if self._request.omits_above is None:
             return False
-        best = best_of(self.candidates)
+        best = best_candidate(self.candidates)
         above = self._request.omits_above if best is None else best.score
         return bound > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
     def _try_unless_slower(self, option: PlanOption) -> None:
-        is_slower = self._is_above(self._bounds[option].order) or self._is_dominated(
+        is_slower = self._may_omit(self._bounds[option].order) or self._is_dominated(
             option, _ORDERS
         )
-        if is_slower or self._is_above(self._bound_of_own_copies(option)):
-            self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
+        if is_slower or self._may_omit(self._bound_of_own_copies(option)):
+            self._add_refused_candidate(
+                option, "none", ScheduleError("nothing of it is faster than the best")
+            )
         else:
             self._try_order(option)
 
@@ -635,7 +651,7 @@ class _Trials:
                 self._free_periods[free] = self._simulate_plan(free, self._build(free, None))[0]
             except ScheduleError:
                 self._free_periods[free] = 0.0
-        return period_to_compare(self._free_periods[free], copies=True)
+        return period_with_copy_penalty(self._free_periods[free], copies=True)
 
     def _bound(self, option: PlanOption) -> _Bound:
         """Return lower bounds on the period of an option; 0 if its stages are unknown."""
@@ -666,7 +682,7 @@ class _Trials:
         )
         return _Bound(work, order, copies)
 
-    def no_plan(self) -> ScheduleError:
+    def no_plan_error(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""
         has_limit = self._request.memory_limit is not None
         if not self.candidates or len(self._request.options) == 1:
@@ -674,7 +690,7 @@ class _Trials:
                 return self._error
             sentence, option = self._error.args[0], self._request.options[0]
             needs = self._needed_limit(option, self._actual_need(option, self._error))
-        elif not has_limit or self._least_memory == inf:
+        elif not has_limit or self._least_sufficient_limit == inf:
             return ScheduleError(f"no plan can be made: {self.candidates[0].reason}")
         else:
             count = len(self.candidates)
@@ -695,7 +711,7 @@ class _Trials:
         return limits.actual_memory(limits.tightest(self.actual_costs(option)), needed)
 
 
-def _phases(options: Sequence[PlanOption]) -> Iterator[Sequence[PlanOption]]:
+def _growing_batches(options: Sequence[PlanOption]) -> Iterator[Sequence[PlanOption]]:
     start, size = 0, 1
     while start < len(options):
         yield options[start : start + size]

@@ -115,7 +115,7 @@ class OpenReceives:
         before: Those of :func:`num_required_sends`, if they are known.
 
     Attributes:
-        during: For compute actions, the receives to post when they :meth:`begin`.
+        during: For compute actions, the receives to post when they :meth:`post_expected_receives`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class OpenReceives:
         for source in self._coming:
             self._post_next(source)
 
-    def begin(self, action: Action) -> None:
+    def post_expected_receives(self, action: Action) -> None:
         """Record that a compute action begins, during which messages may come."""
         for receive in self.during.get(action, ()):
             self._expected.add(receive)
@@ -166,7 +166,7 @@ class OpenReceives:
         self._reached.add(receive)
         self._post_next(self._sources[receive])
 
-    def receives_up_to(self, receive: Action) -> Iterator[Action]:
+    def pop_receives_up_to(self, receive: Action) -> Iterator[Action]:
         """Yield the open receives of an edge to wait for, in order, up to ``receive``."""
         source, next_receive = self._sources[receive], None
         while next_receive != receive:
@@ -176,12 +176,12 @@ class OpenReceives:
             yield next_receive
             self._post_next(source)
 
-    def remaining_receives(self) -> Iterator[Action]:
+    def pop_remaining_receives(self) -> Iterator[Action]:
         """Yield all remaining receives to wait for."""
         for source, coming in self._coming.items():
             last = coming[-1] if coming else self._open.get(source)
             if last is not None:
-                yield from self.receives_up_to(last)
+                yield from self.pop_receives_up_to(last)
 
     def _post_next(self, source: int, is_due: bool = False) -> None:
         coming = self._coming[source]
@@ -304,7 +304,10 @@ def speculative_actions(plan: Schedule) -> list[list[Action]]:
     lists = [plan[rank] for rank in range(plan.num_ranks)]
     received: set[Action] = set()
     ahead: list[list[Action]] = [[] for _ in lists]
-    walks = [_ahead_of(plan, *each, received) for each in zip(lists, ahead, strict=True)]
+    walks = [
+        _collect_speculative_actions(plan, *each, received)
+        for each in zip(lists, ahead, strict=True)
+    ]
     before = None
     while before != [*map(len, ahead)]:
         before = [*map(len, ahead)]
@@ -313,7 +316,7 @@ def speculative_actions(plan: Schedule) -> list[list[Action]]:
     return [_with_receives(*each, received) for each in zip(lists, ahead, strict=True)]
 
 
-def _ahead_of(
+def _collect_speculative_actions(
     plan: Schedule, actions: Sequence[Action], ahead: list[Action], received: set[Action]
 ) -> Iterator[None]:
     """Move the actions that may run to ``ahead``; yield while one waits for a message."""

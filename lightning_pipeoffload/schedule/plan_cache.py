@@ -111,7 +111,7 @@ class PlanCache:
         exact = self._path(question, numbers)
         if exact.is_file() and (plan := _read(exact, numbers)):
             return plan
-        near = (path for path in self._near(question) if path != exact)
+        near = (path for path in self._paths_of_family(question) if path != exact)
         hints = ((path, _numbers_in(path)) for path in near)
         closest = sorted(
             (_distance(numbers, there), path)
@@ -131,14 +131,14 @@ class PlanCache:
             remarks: Values to store with it, of types that JSON has.
         """
         numbers = question.numbers
-        text = _written(schedule, numbers, remarks or {})
+        text = _file_text(schedule, numbers, remarks or {})
         # Measured costs differ in every run, so each run adds one.
         write_and_prune(self._path(question, numbers), text, f"{question.family}-*.json")
 
     def _path(self, question: PlanCacheKey, numbers: list[int]) -> Path:
         return self.folder / f"{question.family}-{_digest(json.dumps(numbers))[:16]}.json"
 
-    def _near(self, question: PlanCacheKey) -> Iterator[Path]:
+    def _paths_of_family(self, question: PlanCacheKey) -> Iterator[Path]:
         return self.folder.glob(f"{question.family}-*.json")
 
 
@@ -185,7 +185,7 @@ def _distance(numbers: list[int], others: list[int]) -> int:
     return max(abs(one - other) for one, other in zip(numbers, others, strict=True))
 
 
-def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any]) -> str:
+def _file_text(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any]) -> str:
     plan = json.dumps(
         {
             "name": schedule.name,

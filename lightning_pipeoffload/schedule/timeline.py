@@ -103,7 +103,7 @@ Interval = tuple[float, float]
 """From a time until another, in seconds."""
 
 
-def disjoint(occupied: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(occupied: Iterable[Interval]) -> list[Interval]:
     """Merge intervals that touch or overlap; return them by their start."""
     intervals: list[Interval] = []
     for start, end in sorted(occupied):
@@ -114,7 +114,7 @@ def disjoint(occupied: Iterable[Interval]) -> list[Interval]:
     return intervals
 
 
-def earliest(start: float, seconds: float, occupied: Sequence[Interval]) -> float:
+def earliest_free_start(start: float, seconds: float, occupied: Sequence[Interval]) -> float:
     """Return the first time at or after ``start`` from which ``seconds`` are free.
 
     ``occupied`` are disjoint intervals, sorted by start.

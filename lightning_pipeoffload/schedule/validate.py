@@ -75,7 +75,7 @@ def _places(schedule: Schedule) -> Iterator[_Place]:
             yield _Place(rank, step, action)
 
 
-def _broken(schedule: Schedule, place: _Place, rule: str) -> ScheduleError:
+def _rule_error(schedule: Schedule, place: _Place, rule: str) -> ScheduleError:
     grid = grid_around(schedule, place.rank, place.step)
     return ScheduleError(f"rank {place.rank}, {place.action}: {rule}\n{grid}")
 
@@ -91,7 +91,7 @@ def _check_placement(schedule: Schedule) -> None:
         stage = place.action.stage
         if owner.setdefault(stage, place.rank) != place.rank:
             rule = f"stage {stage} is on rank {owner[stage]} as well; a stage belongs to one rank"
-            raise _broken(schedule, place, rule)
+            raise _rule_error(schedule, place, rule)
     if missing := sorted(set(range(schedule.num_stages)) - owner.keys()):
         raise ScheduleError(f"no rank has stages {missing}; number the stages from 0 without gaps")
 
@@ -115,7 +115,7 @@ def _check_compute(schedule: Schedule) -> None:
             )
             if not places:
                 raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
-            raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
+            raise _rule_error(schedule, places[_first_fault(kinds, allowed)], rule)
 
 
 def _check_slices(schedule: Schedule) -> None:
@@ -135,7 +135,7 @@ def _check_slices(schedule: Schedule) -> None:
                 f"a microbatch's {names[0]} run {names[1]} of its {count} slices; "
                 f"{place.action._replace(microbatch=following)} comes first"
             )
-            raise _broken(schedule, place, rule)
+            raise _rule_error(schedule, place, rule)
 
 
 def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:
@@ -161,7 +161,7 @@ def _check_copies(schedule: Schedule) -> None:
         fault = _first_fault_of_life(kinds)
         if fault is not None:
             rule = f"{KINDS[kinds[fault]].rule} (this stage has {_names(kinds)})"
-            raise _broken(schedule, places[fault], rule)
+            raise _rule_error(schedule, places[fault], rule)
 
 
 @lru_cache(maxsize=1024)  # most stages and microbatches have the same life
@@ -203,13 +203,13 @@ def _check_final(schedule: Schedule, kind: Kind) -> None:
         elif place.action != wanted:
             rule = f"it stands after {completed.action}; call it {wanted}"
         if rule:
-            raise _broken(schedule, place, rule)
+            raise _rule_error(schedule, place, rule)
         finished.add(stage)
     for stage, place in last.items():
         if stage not in finished:
             add = place.action._replace(kind=kind)
             rule = f"other stages have {kind.value}, stage {stage} has none; add {add} after it"
-            raise _broken(schedule, place, rule)
+            raise _rule_error(schedule, place, rule)
 
 
 def _check_transfers(schedule: Schedule) -> None:
@@ -220,11 +220,11 @@ def _check_transfers(schedule: Schedule) -> None:
             needed |= {send, recv_of(send)}
             if missing := sorted(str(end) for end in {send, recv_of(send)} - there):
                 rule = f"another rank needs its result; add {' and '.join(missing)}"
-                raise _broken(schedule, place, rule)
+                raise _rule_error(schedule, place, rule)
     for place in _places(schedule):
         if place.action.kind in TRANSFERS:
             if place.action not in needed:
-                raise _broken(schedule, place, "nothing waits for this transfer; take it out")
+                raise _rule_error(schedule, place, "nothing waits for this transfer; take it out")
             needed.remove(place.action)
     _check_edges(schedule)
 
@@ -242,4 +242,4 @@ def _check_edges(schedule: Schedule) -> None:
             expected = sent[sender, place.rank].popleft()
             if place.action != expected:
                 rule = f"rank {sender} sends first what {expected} waits for; receive in that order"
-                raise _broken(schedule, place, rule)
+                raise _rule_error(schedule, place, rule)

@@ -76,7 +76,7 @@ class PackedRowsSampler(GroupSampler):
         self._packed: dict[int, Rows] = {}  # by the number of rows that all replicas read at once
 
     def __len__(self) -> int:
-        return len(self._rows()) // self._rows_at_once
+        return len(self._rows()) // self._num_global_batch_rows
 
     @property
     def num_texts(self) -> int:
@@ -92,14 +92,14 @@ class PackedRowsSampler(GroupSampler):
         # A row names its texts by their place among the lengths, so those of one length are mixed.
         texts.sort(key=self._lengths.__getitem__, reverse=True)
         max_size = max(map(len, rows))
-        for start in range(0, len(rows), self._rows_at_once):
-            batch = sorted(rows[start : start + self._rows_at_once], key=self._cost_of)
+        for start in range(0, len(rows), self._num_global_batch_rows):
+            batch = sorted(rows[start : start + self._num_global_batch_rows], key=self._cost_of)
             rows_of_rank = batch[self.rank :: self.num_ranks]
             ordered = rows_of_rank[::2] + rows_of_rank[1::2][::-1]
             yield IndexGroups([[texts[place] for place in row] for row in ordered], max_size)
 
     @property
-    def _rows_at_once(self) -> int:
+    def _num_global_batch_rows(self) -> int:
         return self.num_rows * self.num_ranks
 
     def _cost_of(self, row: Sequence[int]) -> float:
@@ -107,7 +107,7 @@ class PackedRowsSampler(GroupSampler):
 
     def _rows(self) -> Rows:
         """Return the rows of an epoch, for as few batches as the texts need."""
-        size = self._rows_at_once
+        size = self._num_global_batch_rows
         if size not in self._packed:
             least = most = -(-sum(self._lengths) // (self.max_tokens * size))
             while (rows := self._pack(most * size)) is None:

@@ -71,7 +71,7 @@ def lb_mini(
     """
     costs = [cost(length) for length in lengths]
     shares = partition(costs, num_ranks)
-    return [_packed(share, lengths, costs, max_tokens, 0) for share in shares]
+    return [_pack_rank(share, lengths, costs, max_tokens, 0) for share in shares]
 
 
 def lb_micro(
@@ -85,7 +85,7 @@ def lb_micro(
     shares = partition(costs, num_ranks, equal_counts=True)
     num = 0
     while True:
-        packed = [_packed(share, lengths, costs, max_tokens, num) for share in shares]
+        packed = [_pack_rank(share, lengths, costs, max_tokens, num) for share in shares]
         most = max(len(microbatches) for microbatches in packed)
         if most <= num or all(len(microbatches) == most for microbatches in packed):
             return packed
@@ -162,7 +162,7 @@ def check_lengths(lengths: Sequence[int], max_tokens: int, what: str) -> None:
             )
 
 
-def _packed(
+def _pack_rank(
     share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], limit: int, least: int
 ) -> Microbatches:
     """Divide a rank's texts into as few microbatches, of nearly equal cost, as ``limit`` allows."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import save as torch_save
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.checkpoints import PartWriter, existing_path
+from lightning_pipeoffload.checkpoints import PartWriter, path_or_backup
 from lightning_pipeoffload.checkpoints import file as checkpoint_file
 from lightning_pipeoffload.checkpoints.file import AtomicCheckpointIO, replace_atomically
 
@@ -80,7 +80,7 @@ def test_a_kill_at_any_event_leaves_a_whole_checkpoint_and_the_next_save_cleans_
         process = FORK.Process(target=save_until, args=(path, form, str(event + 1), event))
         process.start()
         process.join()
-        found = set(read(existing_path(path)))
+        found = set(read(path_or_backup(path)))
         assert len(found) == 1
         assert found <= before | {str(event + 1)}
         before = found
@@ -105,14 +105,14 @@ def test_what_another_run_is_writing_stays(tmp_path):
 
 
 def test_what_another_run_takes_for_a_killed_one_s_is_begun_again(tmp_path, monkeypatch):
-    plain, num_begun = checkpoint_file._lock, count()
+    plain, num_begun = checkpoint_file._try_lock, count()
 
     def lock(part, waits=False):
         if waits and not next(num_begun):
             checkpoint_file.delete_leftovers(tmp_path)  # of a run that saves at that moment
         return plain(part, waits)
 
-    monkeypatch.setattr(checkpoint_file, "_lock", lock)
+    monkeypatch.setattr(checkpoint_file, "_try_lock", lock)
     save(tmp_path / "last.ckpt", "folder", "new")
     assert read(tmp_path / "last.ckpt") == ["new", "new"]
     assert next(num_begun) == 2

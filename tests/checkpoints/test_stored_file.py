@@ -18,7 +18,7 @@ from lightning_pipeoffload.checkpoints.folder import (
 from lightning_pipeoffload.checkpoints.saved_values import (
     DeferredTensor,
     picklable_shapes,
-    shapes_of,
+    to_shape_only,
 )
 from lightning_pipeoffload.runtime import StoredTensor
 
@@ -49,7 +49,7 @@ def test_shapes_that_are_sent_are_those_of_all_entries():
     inner = OrderedDict(a=torch.ones(2, 3).t(), b=[torch.ones(1), 2.0], c=None)
     entries = {"weight": nn.Parameter(torch.ones(4)), "states": {0: {"extra": inner}}}
     sent = pickle.loads(pickle.dumps(picklable_shapes(entries, 1)))
-    assert repr(sent) == repr(shapes_of(entries, 1))
+    assert repr(sent) == repr(to_shape_only(entries, 1))
     assert sent["states"][0]["extra"]["a"].stride() == inner["a"].stride()
 
 

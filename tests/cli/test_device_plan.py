@@ -170,7 +170,7 @@ def test_weights_gradients_and_states_leave_less_for_activations(capsys):
 
 
 def test_a_refusal_counts_messages(capsys, monkeypatch):
-    monkeypatch.setattr(LayoutSearch, "advice", lambda *_: "")
+    monkeypatch.setattr(LayoutSearch, "search_advice", lambda *_: "")
     needs = planned(capsys, "schedule=1f1b")["memory"]
     memory = max(needs["device"]) - min(needs["messages"]) // 2
     with pytest.raises(ScheduleError) as refusal:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_pipeoffload.cli import minibatch_balance
-from lightning_pipeoffload.cli.minibatch_balance import compute_balances, draw_lengths
+from lightning_pipeoffload.cli.minibatch_balance import compute_balances, sample_lengths
 from lightning_pipeoffload.texts.packing import COSTS
 
 
@@ -67,7 +67,7 @@ LONGEST = 65536
 
 def speedups(samples_per_rank, cost, minibatches=40, num_ranks=8):
     texts = num_ranks * samples_per_rank * minibatches
-    lengths = draw_lengths(texts, 16500, 0.8, LONGEST, seed=1)
+    lengths = sample_lengths(texts, 16500, 0.8, LONGEST, seed=1)
     found = compute_balances(lengths, num_ranks, samples_per_rank, LONGEST, COSTS[cost])
     return {(one.communication, one.mode): one for one in found}
 
@@ -88,7 +88,7 @@ def test_lb_mini_is_never_below_lb_micro_in_any_minibatch():
     draws = random.Random(3)
     for _ in range(60):
         ranks, samples = draws.randint(1, 9), draws.randint(1, 6)
-        lengths = draw_lengths(ranks * samples, 900, 1.0, 8000, draws.randrange(1000))
+        lengths = sample_lengths(ranks * samples, 900, 1.0, 8000, draws.randrange(1000))
         found = compute_balances(lengths, ranks, samples, 8000, draws.choice(list(COSTS.values())))
         by_mode = {one.mode: one.time for one in found if one.communication == "on demand"}
         assert by_mode["lb_mini"] <= by_mode["lb_micro"] * (1 + 1e-12)

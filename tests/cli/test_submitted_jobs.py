@@ -9,7 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import MissingConfigException
 from submitit.slurm.slurm import SlurmJob
 
-from lightning_pipeoffload.cli.configuration import _errors_in_one_line, configuration_directory
+from lightning_pipeoffload.cli.configuration import _exiting_on_errors, configuration_directory
 from lightning_pipeoffload.cli.job_folders import (
     SweepJobError,
     name_folder_by_slurm_step,
@@ -82,7 +82,7 @@ def test_the_extra_is_named_where_it_is_missing(capsys):
     message = (
         "In 'hydra/config': Could not find 'hydra/launcher/submitit_slurm'\n\nAvailable: basic"
     )
-    with pytest.raises(SystemExit) as ended, _errors_in_one_line("train"):
+    with pytest.raises(SystemExit) as ended, _exiting_on_errors("train"):
         raise MissingConfigException(message)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(": basic; pip install lightning-pipeoffload[slurm]\n")

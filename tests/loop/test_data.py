@@ -390,7 +390,7 @@ def receive(sent):
     """Return what a loop within that of training receives, and what is put aside for this one."""
     messages = [(header, []) for header in sent]
     inbox = Inbox(SimpleNamespace(receive=lambda: messages.pop(0), reader=0))
-    _, coming = inbox.begin_pass()
+    _, coming = inbox.receive_loader_start()
     header, _ = inbox.receive(LoaderStart)
     return header.number, [header.place[0] for header, _ in coming]
 

@@ -19,10 +19,10 @@ class CutCosts:
     def __init__(self, places=(0, 1, 2)):
         self.places = places
 
-    def in_order(self, places):
+    def reordered(self, places):
         return CutCosts(places)
 
-    def busiest(self, option):
+    def busiest_rank_seconds(self, option):
         return float(self.places[0])
 
 

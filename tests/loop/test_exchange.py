@@ -22,10 +22,10 @@ def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_ag
     exchange = Exchange(SimpleNamespace(group=group), False, False)
     exchange.end_batch(Flags(stops=True))
     assert exchange.pop_flags() == Flags()
-    assert exchange.all_stop()
+    assert exchange.all_ranks_want_stop()
     exchange.end_batch(Flags(exceeds_planned_memory=True, due_clocks=2))
     assert exchange.pop_flags() == Flags(stops=True)
-    assert not exchange.all_stop()
+    assert not exchange.all_ranks_want_stop()
     exchange.end_batch()  # a batch of an evaluation
     assert exchange.flush(Flags()) == Flags(exceeds_planned_memory=True, due_clocks=2)
 

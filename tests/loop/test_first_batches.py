@@ -113,8 +113,8 @@ def gathered(loader):
     """Return the checksums of a replica that reads ``loader``."""
     replicas = Both([[]])
     first, _ = read(loader, replicas)
-    first.start_step()
-    first.start_step()
+    first.compare_if_due()
+    first.compare_if_due()
     return replicas.gathered[0]
 
 
@@ -135,14 +135,14 @@ def test_the_first_two_batches_are_compared_once(mine, theirs, is_refused):
     replicas = Both(gathered(loader(theirs)))
     first, batches = read(loader(mine), replicas)
     assert len(batches) == len(mine) // 2
-    first.start_step()
+    first.compare_if_due()
     assert not replicas.gathered
     if is_refused:
         with pytest.raises(ValueError, match=r"replicas 0 and 1 read the same .* TensorDataset"):
-            first.start_step()
+            first.compare_if_due()
     else:
-        first.start_step()
-    first.start_step()
+        first.compare_if_due()
+    first.compare_if_due()
     assert len(replicas.gathered) == 1
 
 
@@ -155,8 +155,8 @@ def test_the_batches_of_a_distributed_sampler_are_not_compared():
     ):
         replicas = Both()
         first, batches = read(shared, replicas)
-        first.start_step()
-        first.start_step()
+        first.compare_if_due()
+        first.compare_if_due()
         assert (len(batches), replicas.gathered) == (1, [])
 
 

@@ -100,7 +100,7 @@ def steady(monkeypatch):
 
         monkeypatch.setattr(Tensor, name, read)
 
-    def start_reading(tensor):
+    def start_host_copy(tensor):
         copy, started = tensor.detach().clone(), steady.batch
         copy.is_copy = True
 
@@ -113,7 +113,7 @@ def steady(monkeypatch):
 
     for name in READING:
         forbid(name)
-    monkeypatch.setattr(late_values, "start_reading", start_reading)
+    monkeypatch.setattr(late_values, "start_host_copy", start_host_copy)
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
     comparing = lambda pipeline, late, compares: Exchange(pipeline, True, compares)  # noqa: E731
     monkeypatch.setattr(fit_module, "Exchange", comparing)

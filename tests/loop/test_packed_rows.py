@@ -164,7 +164,7 @@ def test_a_replica_weighs_by_weights_that_are_computed_once_and_sent_from_its_de
     cutter = SimpleNamespace(packs_rows=lambda kind: True)
     weights = MicrobatchWeights(torch.nn.Identity(), weigh)
     assert weights.shares([1, 3], [1, 1], are_packed=True) == [0.25, 0.75]
-    Split.share_of_replica(SimpleNamespace(group=group, cutter=cutter, loss_weights=weights))
+    Split.replica_loss_factor(SimpleNamespace(group=group, cutter=cutter, loss_weights=weights))
     assert weighed == [1, 3]
     assert [each.device for each in sent] == [group.device]
 
@@ -260,7 +260,7 @@ def test_the_check_gives_up_where_no_row_has_two_texts(caplog):
     check = PackedRowCheck(None, None, SimpleNamespace(group=group, cutter=cutter), None)
     batch = {name: torch.arange(6).repeat(2, 1) for name in ("input_ids", "position_ids", "labels")}
     for _ in range(20):
-        check.check(StepInputs("training_step", batch, None, 0))
+        check.check_first_batch(StepInputs("training_step", batch, None, 0))
     assert asked == [False] * 8
     assert caplog.text.count("in training_step is not checked") == 1
 

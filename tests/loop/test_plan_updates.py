@@ -34,7 +34,7 @@ class Scripted:
 
     def __init__(self, problem, *arguments):
         self.best = None
-        self.is_over = False
+        self.has_exited = False
         self.num_looks = 0
         costs = Costs(1.0, 1.0, 1.0, offload=0.1, reload=0.1)
         sizes = problem.num_ranks, problem.num_microbatches
@@ -44,7 +44,7 @@ class Scripted:
     def poll(self):
         self.num_looks += 1
         if self.num_looks % 2 == 1:  # it is asked again when the plan in use has been measured
-            self.is_over = not self.plans
+            self.has_exited = not self.plans
             self.best = self.plans.pop(0) if self.plans else self.best
 
     def close(self):
@@ -184,7 +184,7 @@ def test_it_finds_plans_that_are_valid_and_better(tmp_path):
     assert PROBLEM.seconds(solver.best) < PROBLEM.seconds(start)
     assert list(tmp_path.iterdir())  # what it has found is kept, though it was ended
     again = PlanSolver(PROBLEM, start, 0.0, str(tmp_path))
-    assert until(lambda: again.is_over)
+    assert until(lambda: again.has_exited)
     assert PROBLEM.seconds(again.best) < PROBLEM.seconds(start)
     again.close()
 
@@ -222,7 +222,7 @@ def test_it_has_the_lowest_priority_and_ends_when_the_process_that_started_it_is
 def test_a_solver_that_fails_is_logged_and_does_no_harm(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plan_solver, "_BOOT", "raise SystemExit(3)")
     solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 30.0, str(tmp_path))
-    assert until(lambda: solver.is_over)
+    assert until(lambda: solver.has_exited)
     assert solver.best is None
     solver.close()
     assert "the solver has failed with status 3; training goes on" in caplog.text

@@ -25,7 +25,7 @@ from tests.support.plans import WHOLE
 SECONDS = {Kind.F: 1e-2, Kind.B: 1e-2, Kind.W: 1e-2, Kind.BW: 2e-2}
 
 
-def seconds_in(timer, steps):
+def median_action_seconds(timer, steps):
     """Stand for the timer's own method, so that plans do not depend on the machine."""
     done = {(action.kind, action.stage) for step in steps for action, *_ in step.actions}
     return {(kind, stage): SECONDS[kind] for kind, stage in done}
@@ -55,13 +55,13 @@ class Peaks(L.Callback):
 
 
 def test_peaks_are_forgotten_as_the_first_measured_step_begins():
-    peaks, forget = Peaks(), ActivationMemory.forget_peaks
+    peaks, forget = Peaks(), ActivationMemory.reset_peaks
 
     def count(memory):
         peaks.count += 1
         forget(memory)
 
-    with mock.patch.object(ActivationMemory, "forget_peaks", count):
+    with mock.patch.object(ActivationMemory, "reset_peaks", count):
         trainer = fits.trainer(1, max_steps=2, limit_val_batches=0, callbacks=[peaks])
         trainer.fit(fits.Net(), fits.loader())
     assert peaks.counts == [0, 1, 1]
@@ -96,7 +96,7 @@ def fit_lengths(size, lengths, options):
     numbers = range(8 * len(lengths))
     data = torch.utils.data.DataLoader(numbers, 8, collate_fn=make_batch)
     with (
-        mock.patch.object(ActionTimer, "seconds_in", seconds_in),
+        mock.patch.object(ActionTimer, "median_action_seconds", median_action_seconds),
         mock.patch.object(measurements, "measure_latencies", return_value={}),
     ):
         trainer.fit(Sequences(), data)

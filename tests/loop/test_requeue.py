@@ -120,7 +120,7 @@ class Rank:
             self.global_step += self.has_stepped
             self.is_in_batch = True
         elif self.requeue._is_agreed.is_set() or not self.requeue._asks:
-            self.requeue.end_batch()
+            self.requeue.requeue_after_agreed_step()
             self.is_in_batch = False
 
 

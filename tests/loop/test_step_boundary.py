@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning_pipeoffload.loop import auto_choice
 from lightning_pipeoffload.loop.hooks import wrap_gradient_hooks
 from lightning_pipeoffload.loop.step_boundary import has_step_barrier
-from lightning_pipeoffload.planning.run_plans import plan_for_all
+from lightning_pipeoffload.planning.run_plans import make_plan_on_all_ranks
 from tests.support import fits
 from tests.support.pairs import first, slow
 
@@ -74,11 +74,11 @@ def fit(size, options):
 
     def note(group, request):
         asked.update({option: request.has_barrier(option) for option in request.options})
-        return plan_for_all(group, request)
+        return make_plan_on_all_ranks(group, request)
 
     tie = options.pop("tie", False)
     trainer = fits.trainer(size, {"schedule": "auto"}, max_steps=1, **options)
-    with mock.patch.object(auto_choice, "plan_for_all", note):
+    with mock.patch.object(auto_choice, "make_plan_on_all_ranks", note):
         trainer.fit(fits.Net(tie=tie), fits.loader())
     return trainer.strategy.report(), {(o.schedule, o.num_chunks): asked[o] for o in asked}
 

@@ -95,7 +95,7 @@ def fit_named(num_devices, form, folder):
 
     with (
         mock.patch.object(Device, "of", classmethod(describe)),
-        mock.patch.object(device_speed, "_seconds_of_product", seconds_of_product),
+        mock.patch.object(device_speed, "_time_matmul", seconds_of_product),
     ):
         L.seed_everything(7, workers=True, verbose=False)
         options = {"schedule": "zb_h1", "plan_cache": folder}

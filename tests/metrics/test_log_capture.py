@@ -33,7 +33,7 @@ def run(module, *microbatches, sizes, weights=None):
     for log in microbatches:
         with MicrobatchCapture(capture, keep=True):
             log()
-    capture.replay(sizes, weights or sizes)
+    capture.log_combined(sizes, weights or sizes)
     return module.logged
 
 

@@ -103,7 +103,7 @@ def run(module, in_parts):
             else:
                 module.step(module, part)
         if in_parts:
-            capture.replay(SIZES, [size / sum(SIZES) for size in SIZES])
+            capture.log_combined(SIZES, [size / sum(SIZES) for size in SIZES])
     return module.logged
 
 
@@ -188,7 +188,7 @@ def test_large_arguments_are_not_kept():
     for part in parts_of(batch):
         with MicrobatchCapture(capture, keep=True):
             step(module, part)
-    capture.replay(SIZES, [size / 5 for size in SIZES])
+    capture.log_combined(SIZES, [size / 5 for size in SIZES])
     whole = Net(lambda *_: None, perplexity=Perplexity(), accuracy=make_accuracy())
     whole.calls = list
     step(whole, batch)
@@ -398,7 +398,7 @@ def test_a_microbatchs_own_value_is_there_where_the_step_uses_it(caplog):
         assert type(result["accuracy"]) is torch.Tensor
         losses.append(result["loss"])
         own.append(BinaryAccuracy()(part.binary, part.truth))
-    capture.replay(SIZES, [size / 5 for size in SIZES])
+    capture.log_combined(SIZES, [size / 5 for size in SIZES])
     torch.testing.assert_close([float(value) for value in module.seen], [*map(float, own)])
     gradients = torch.autograd.grad(sum(losses), module.layer.weight)
     plain = [
@@ -421,7 +421,7 @@ def test_a_value_that_is_kept_is_a_plain_number_for_others():
     capture = LogCapture(module)
     with MicrobatchCapture(capture, keep=True):
         module.training_step(batch)
-    capture.replay([5], [1.0])
+    capture.log_combined([5], [1.0])
     (value,) = module.seen
     assert torch.stack(module.seen).mean() == value
     assert f"{value:.2f}" == f"{float(value):.2f}"

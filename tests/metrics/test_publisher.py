@@ -34,7 +34,7 @@ def test_what_was_published_is_there_when_the_publisher_is_closed():
 @pytest.mark.parametrize("is_late", [False, True])
 def test_an_error_of_the_store_is_reported(monkeypatch, is_late):
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: is_late)
-    monkeypatch.setattr(late_values, "start_reading", lambda tensor: lambda: tensor)
+    monkeypatch.setattr(late_values, "start_host_copy", lambda tensor: lambda: tensor)
     told = Queue()
     publisher = Publisher(None, told.put)
     publisher.publish("at 0", PendingNumbers({"log": {"a": torch.tensor(1.0)}}))
@@ -47,10 +47,10 @@ def test_numbers_of_the_host_come_after_those_of_an_accelerator(monkeypatch):
     computed, written = Event(), []
     monkeypatch.setattr(late_values, "is_on_accelerator", torch.is_tensor)
 
-    def start_reading(tensor):
+    def start_host_copy(tensor):
         return lambda: tensor if computed.wait(1000) else None
 
-    monkeypatch.setattr(late_values, "start_reading", start_reading)
+    monkeypatch.setattr(late_values, "start_host_copy", start_host_copy)
     store = SimpleNamespace(set=lambda key, value: written.append(key))
     publisher = Publisher(store, print)
     publisher.publish("at 0", PendingNumbers({"log": {"a": 1.0}}))

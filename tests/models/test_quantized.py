@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.cut import StepTrace, find_chain
 from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     ValueNeededError,
-    explain_remote,
+    remote_read_message,
     scales_of,
 )
 from tests.support.fits import SILENT, outlive_failures
@@ -156,7 +156,7 @@ class WithPeft(Language):
             return
         with pytest.raises(ValueNeededError) as error:
             self.model.save_pretrained(self.adapters_to)
-        assert "lightning_pipeoffload.save_pretrained(module" in explain_remote(error.value)
+        assert "lightning_pipeoffload.save_pretrained(module" in remote_read_message(error.value)
         save_pretrained(self, self.adapters_to)
         assert {path.name for path in self.adapters_to.iterdir()} >= ADAPTER_FILES
 

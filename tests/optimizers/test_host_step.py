@@ -382,7 +382,7 @@ def test_parameters_with_and_without_masters_get_the_values_that_replace_theirs(
     step = master_step.MasterStep(optimizer, by_bucket=False, masters=MasterWeights(on_host=False))
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    step.step_first_buckets()
+    step.step_all_but_last_bucket()
     optimizer.step()
     step.write_back_parameters()
     assert [weight.tolist() for weight in weights] == [[0.0, 0.0]] * 2

@@ -131,9 +131,9 @@ def test_what_other_replicas_step_has_no_copy_and_no_master():
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     snapshot.save()
-    assert [*map(masters.has, parameters)] == [False, True, True]
+    assert [*map(masters.has_current_master, parameters)] == [False, True, True]
     # Readers wait for all of them: the other replica sends its own again if the step is repeated.
-    assert {*parameters} <= {*snapshot.changed_tensors()}
+    assert {*parameters} <= {*snapshot.tensors_changed_by_undo()}
 
 
 def test_gradients_are_let_go_when_the_step_is_known_to_be_right():

@@ -145,13 +145,13 @@ def test_a_state_that_another_fit_has_shared_out_is_refused():
     group = SimpleNamespace(replica=0, num_replicas=2, replicas=replicas)
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, 2)]
     narrowed = NarrowedOptimizer(optimizer := torch.optim.AdamW(parameters), GradientChanges())
-    narrowed.share_out(OptimizerPartition(group))
+    narrowed.partition_step(OptimizerPartition(group))
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    narrowed.share_out(OptimizerPartition(group))  # over as many replicas: goes on
+    narrowed.partition_step(OptimizerPartition(group))  # over as many replicas: goes on
     with pytest.raises(RuntimeError, match="AdamW keeps is shared out over 2 replicas"):
-        narrowed.share_out(None)
+        narrowed.partition_step(None)
 
 
 def run(ranks, replicas, num_ranks, module, *fits_in_turn):

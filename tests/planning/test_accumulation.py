@@ -35,5 +35,5 @@ def test_batches_have_the_bits_that_they_have_where_a_hook_looks_in_between(rank
 def test_a_larger_batch_is_recommended(monkeypatch):
     said = []
     monkeypatch.setattr(report, "_print", said.append)
-    report.print_accumulation(3, 4)
+    report.print_accumulation_advice(3, 4)
     assert "a batch of 3 times the samples and num_microbatches=12." in said[0]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_pipeoffload.planning.measurements import times_of
+from lightning_pipeoffload.planning.measurements import read_step_times
 from lightning_pipeoffload.planning.memory_needs import (
     MemoryNeeds,
     add_snapshot_bytes,
@@ -11,7 +11,7 @@ from lightning_pipeoffload.planning.memory_needs import (
 )
 from lightning_pipeoffload.runtime.device import TimedStep
 from lightning_pipeoffload.runtime.memory import HeldBytes
-from lightning_pipeoffload.runtime.run import Ledger, trace_batch
+from lightning_pipeoffload.runtime.run import Ledger, split_into_microbatches
 from lightning_pipeoffload.schedule import Action, Kind, build
 from tests.support.in_process import InProcessPipeline
 
@@ -41,7 +41,7 @@ def needs(schedule, states=None):
     pipeline = InProcessPipeline(Tied(), plan, lambda model, x: model(x), split="even")
     rank = pipeline.ranks[0]
     batch = torch.randint(32, (256, 4))
-    parts = trace_batch(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
+    parts = split_into_microbatches(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
     known = {} if states is None else states(rank.module)
     return describe_needs(MemoryNeeds.of(rank, parts[0], known).needs_by_rank(pipeline.plan))
 
@@ -76,6 +76,6 @@ def test_actions_that_ran_as_one_have_an_even_part_each():
     ledger.start_step()
     ledger.record(F0, HeldBytes(device=3))
     step = TimedStep(0, 10, [(F0, [(0, 1), (2, 3)], 1), (W0, together, 2), (W1, together, 2)])
-    found = times_of(step, ledger, lambda moment: moment + 100.0)
+    found = read_step_times(step, ledger, lambda moment: moment + 100.0)
     assert found.actions == [(F0, [(100, 101), (102, 103)]), (W0, [(104, 107)]), (W1, [(107, 110)])]
     assert found.held == [(F0, 3.0)]

@@ -16,11 +16,11 @@ from lightning_pipeoffload.planning.limits import (
 )
 from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
-    first_plan,
-    plan_for_all,
-    plan_of,
+    build_first_schedule,
+    make_plan_on_all_ranks,
+    make_plan_with_advice,
+    make_run_request,
     request_by_name,
-    request_for,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device import Device
@@ -45,7 +45,7 @@ def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # no
 
 def by_costs(settings, num_ranks, count, costs, limits):
     work = PlannedWork(num_ranks, lambda option: costs)
-    plan = plan_of(request_by_name(settings, work, count, limits))
+    plan = make_plan_with_advice(request_by_name(settings, work, count, limits))
     return plan.schedule, plan.report
 
 
@@ -56,7 +56,7 @@ def hosts(num_bytes, num_ranks=4):
 @pytest.mark.parametrize("offload", [None, "half", 1.0])
 def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
     asked = {} if offload is None else {"offload": offload}
-    schedule, report = first_plan(PipelineSettings(schedule="gis", **asked), 4, 8)
+    schedule, report = build_first_schedule(PipelineSettings(schedule="gis", **asked), 4, 8)
     assert schedule.has_copies == bool(asked)
     assert (report is None) != bool(asked)
     assert report is None or sum(report.offloaded) > 0
@@ -67,7 +67,7 @@ def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
 )
 def test_under_a_limit_the_first_steps_need_as_little_as_there_can_be(options, on_accelerator):
     settings = PipelineSettings(schedule="zb_2p", **options)
-    schedule, _ = first_plan(settings, 4, 8, on_accelerator)
+    schedule, _ = build_first_schedule(settings, 4, 8, on_accelerator)
     validate(schedule)
     assert max(peak_memory(schedule, COSTS)) == MIB
 
@@ -233,12 +233,12 @@ def test_a_device_takes_what_it_does_not_have_yet(monkeypatch):
 def test_ranks_on_one_device_share_what_is_free(others, expected):
     own = DeviceMemory(("node", "a"), 600, 400)
     of_all = [own, *(DeviceMemory(other, 700, 100) for other in others)]
-    assert own.plannable(of_all) == int(expected)
+    assert own.plannable_bytes(of_all) == int(expected)
 
 
 def test_devices_without_a_uuid_are_each_a_ranks_own():
     own = DeviceMemory((), 600, 400)
-    assert own.plannable([own, own]) == 900
+    assert own.plannable_bytes([own, own]) == 900
 
 
 def test_a_device_is_known_by_its_machine_and_uuid(monkeypatch):
@@ -273,7 +273,7 @@ def planned_by(num_processes, request):
 
     def plan(rank):
         try:
-            return plan_for_all(Peer(rank, sent, barrier), request)
+            return make_plan_on_all_ranks(Peer(rank, sent, barrier), request)
         except ScheduleError as error:
             return str(error)
 
@@ -292,7 +292,9 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
         return Costs(*seconds, 1e-4, kept, weight_residue=kept * 0.9, offload=4e-3, reload=4e-3)
 
     wanted = options([6], recompute=["none", "full"])
-    request = request_for(PipelineSettings(memory_limit=limit), PlannedWork(3, costs_of), wanted)
+    request = make_run_request(
+        PipelineSettings(memory_limit=limit), PlannedWork(3, costs_of), wanted
+    )
     if not has_plan:
         [alone], *others = [{*planned_by(count, request)} for count in (1, 2, 5)]
         assert "use at least" in alone
@@ -302,11 +304,13 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
     assert limit is None or len({candidate.offload for candidate in alone.candidates}) > 1
     for plan in (plan for plans in others for plan in plans):
         assert (plan.best, plan.schedule, plan.report) == (alone.best, alone.schedule, alone.report)
-        assert [c.figures() for c in plan.candidates] == [c.figures() for c in alone.candidates]
+        assert [c.report_row() for c in plan.candidates] == [
+            c.report_row() for c in alone.candidates
+        ]
 
 
 @pytest.mark.parametrize("limits", [{"offload": "full"}, {}])
 def test_a_plan_that_is_made_anew_keeps_its_slices(limits):
     settings = PipelineSettings(schedule="seq_zb", num_sequence_slices=3, **limits)
-    plan = plan_of(request_by_name(settings, PlannedWork(4, lambda option: COSTS), 8))
+    plan = make_plan_with_advice(request_by_name(settings, PlannedWork(4, lambda option: COSTS), 8))
     assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (3, 8)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipeoffload.checkpoints import existing_path
+from lightning_pipeoffload.checkpoints import path_or_backup
 from tests.support.ending_fits import FillDisk, Impatient, SaveAndDie, run
 from tests.support.pairs import some
 from tests.support.saving_fits import consolidate
@@ -16,7 +16,7 @@ VICTIMS = [(True, False), (False, True), (True, True)]
 
 
 def load(path):
-    path = Path(existing_path(path))
+    path = Path(path_or_backup(path))
     return torch.load(consolidate(path) if path.is_dir() else path, weights_only=True)
 
 

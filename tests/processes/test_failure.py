@@ -7,7 +7,12 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeoffload.processes import launcher
-from lightning_pipeoffload.processes.failure import Failure, cause_of_end, describe, exit_status
+from lightning_pipeoffload.processes.failure import (
+    Failure,
+    describe,
+    exit_status,
+    failure_of_ended_process,
+)
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -67,7 +72,7 @@ def test_the_status_is_never_0(exception, has_trained, status):
     ],
 )
 def test_what_the_status_of_a_process_tells(returncode, how, status):
-    failure = cause_of_end(SimpleNamespace(returncode=returncode), 1)
+    failure = failure_of_ended_process(SimpleNamespace(returncode=returncode), 1)
     assert failure == Failure(f"global rank 1, which {how}", status, is_gone=True)
 
 
@@ -85,7 +90,7 @@ ABORTED, KILLED = Ended(signal.SIGABRT), Ended(signal.SIGKILL)
 @pytest.mark.parametrize("children", [[ABORTED, KILLED], [KILLED, ABORTED]])
 def test_who_aborted_is_named_after_who_was_killed(children):
     processes = LaunchedProcesses(0, 0, children)
-    failure = processes.find_ended_child(is_connecting=False)
+    failure = processes.find_child_failure(is_connecting=False)
     assert failure.cause == (
         f"global rank {1 + children.index(KILLED)}, which was killed by SIGKILL"
     )
@@ -93,7 +98,7 @@ def test_who_aborted_is_named_after_who_was_killed(children):
 
 def test_who_aborted_is_named_when_nothing_else_comes_up(monkeypatch):
     processes = LaunchedProcesses(0, 0, [ABORTED])
-    assert processes.find_ended_child(is_connecting=False) is None
+    assert processes.find_child_failure(is_connecting=False) is None
     monkeypatch.setattr(launcher, "_CAUSE_SECONDS", -1.0)
-    failure = processes.find_ended_child(is_connecting=False)
+    failure = processes.find_child_failure(is_connecting=False)
     assert failure.cause == "global rank 1, which was killed by SIGABRT"

@@ -22,7 +22,7 @@ def test_the_store_stays_for_a_rank_that_stands_still_for_a_while(monkeypatch):
         if sum(seconds) > 20:
             store.set("done/1", "")
 
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
     board.connect(store)
     monkeypatch.setattr(failure.time, "sleep", sleep)
@@ -35,7 +35,7 @@ def test_the_store_stays_for_a_rank_that_stands_still_for_a_while(monkeypatch):
 def test_a_rank_that_is_done_reads_the_store_no_more(monkeypatch, is_at_fault):
     store = Mock(wraps=HashStore())
     store.set("seen/0", "")
-    for name in ("exit_soon", "os"):
+    for name in ("exit_after_delay", "os"):
         monkeypatch.setattr(failure_board, name, Mock())
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
     board.connect(store)
@@ -82,7 +82,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
 )
 def test_a_rank_goes_on_if_all_have_raised_the_same(monkeypatch, others, goes_on):
     store, seconds = HashStore(), []
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     monkeypatch.setattr(failure.time, "sleep", seconds.append)
     for rank, key in others.items():
         kind, _, other = key.partition("/")
@@ -107,7 +107,7 @@ def test_a_rank_that_raises_and_goes_on_between_two_requests_has_raised(monkeypa
         return found
 
     store = Mock(wraps=plain, check=check)
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     monkeypatch.setattr(failure.time, "sleep", lambda seconds: None)
     board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
     board.connect(store)
@@ -118,7 +118,7 @@ def test_a_rank_that_raises_and_goes_on_between_two_requests_has_raised(monkeypa
 def test_the_first_rank_to_know_decides_for_all(monkeypatch, decided):
     """One has given up waiting for this one, or has seen that all have raised the same."""
     store = HashStore()
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     for key, value in {"raised": "ValueError: alike", "seen": "", "done": ""}.items():
         store.set(f"{key}/1", value)
     store.set("alike", f"{decided:d}")
@@ -145,7 +145,7 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
 
 @pytest.mark.parametrize("end", [lambda b: b.stop(), lambda b: b.report(SystemExit(1), "", 1)])
 def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, end):
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     monkeypatch.setattr(failure_board, "_LAST_POLL_SECONDS", 1000)
     is_called, is_waited_for = threading.Event(), threading.Event()
     within = []
@@ -204,7 +204,9 @@ def test_many_ranks_take_turns_to_read_the_store(monkeypatch):
     monkeypatch.setattr(failure_board, "POLL_SECONDS", 1e-3)
     store, has_polled, polls = Mock(wraps=HashStore()), threading.Event(), []
     launched = LaunchedProcesses(0, 0, ())
-    launched.find_lost_launcher = lambda: polls.append(0) or len(polls) == 100 and has_polled.set()
+    launched.find_launcher_failure = lambda: (
+        polls.append(0) or len(polls) == 100 and has_polled.set()
+    )
     board = failure_board.FailureBoard(5, 256, launched)
     board._store = store
     assert has_polled.wait(1000)
@@ -223,7 +225,7 @@ def test_a_failure_is_said_where_the_store_does_not_answer(monkeypatch):
         return store.compare_set(*args)
 
     silent = Mock(wraps=store, compare_set=compare_set)
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     monkeypatch.setattr(failure_board, "_CAUSE_SECONDS", 0.1)
     monkeypatch.setattr(failure_board, "print_error_line", said.put)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
@@ -237,7 +239,7 @@ def test_a_failure_is_announced_before_it_is_said(monkeypatch):
     store, said = HashStore(), []
     store.set("seen/1", "")
     store.set("done/1", "")
-    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "exit_after_delay", lambda *_: None)
     monkeypatch.setattr(
         failure_board, "print_error_line", lambda line: said.append(store.check(["failure"]))
     )

@@ -40,7 +40,7 @@ def test_a_machine_that_cannot_be_reached_is_not_watched():
 def test_a_launcher_watches_the_next_machine(monkeypatch):
     children = [object()] * 3
     first = LaunchedProcesses(4, 0, children)
-    assert [first.first_of_next_machine(size) for size in (8, 9)] == [None, 8]
-    assert LaunchedProcesses(1, 1, ()).first_of_next_machine(4) == 2  # torchrun has started it
+    assert [first.first_rank_of_next_machine(size) for size in (8, 9)] == [None, 8]
+    assert LaunchedProcesses(1, 1, ()).first_rank_of_next_machine(4) == 2  # torchrun has started it
     monkeypatch.setenv("PIPEOFFLOAD_LAUNCHER", "7")
-    assert LaunchedProcesses(1, 1, ()).first_of_next_machine(4) is None  # its launcher does
+    assert LaunchedProcesses(1, 1, ()).first_rank_of_next_machine(4) is None  # its launcher does

@@ -83,7 +83,7 @@ def measured(monkeypatch):
         calls.append(device)
         return 0.001
 
-    monkeypatch.setattr(device_speed, "_seconds_of_product", seconds_of_product)
+    monkeypatch.setattr(device_speed, "_time_matmul", seconds_of_product)
     return calls
 
 
@@ -120,5 +120,5 @@ def test_a_product_takes_time_and_draws_nothing():
     import torch
 
     before = torch.get_rng_state()
-    assert device_speed._seconds_of_product(torch.device("cpu")) > 0
+    assert device_speed._time_matmul(torch.device("cpu")) > 0
     assert torch.equal(torch.get_rng_state(), before)

@@ -5,7 +5,10 @@ import torch
 
 from lightning_pipeoffload.metrics import Fetch
 from lightning_pipeoffload.runtime.memory import recompute
-from lightning_pipeoffload.runtime.weight_grad import add_product_in_float32, adds_in_float32
+from lightning_pipeoffload.runtime.weight_grad import (
+    add_product_in_float32,
+    supports_float32_accumulation,
+)
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded
@@ -123,7 +126,7 @@ def test_nothing_is_allocated_after_the_first_step():
 def test_products_are_added_to_float32_in_one_pass():
     weight = on_device(torch.zeros(64, 32)).requires_grad_()
     factors = on_device(torch.randn(3, 2, 64, 64)).bfloat16()
-    assert adds_in_float32(weight.device)
+    assert supports_float32_accumulation(weight.device)
     for left, right in factors:
         add_product_in_float32(weight.bfloat16(), left, right[:, :32])
     exact = sum(left.double() @ right[:, :32].double() for left, right in factors)

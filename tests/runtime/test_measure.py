@@ -36,7 +36,12 @@ from lightning_pipeoffload.runtime.memory import (
     HostMemory,
     OffloadSettings,
 )
-from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import (
+    ActivationMemory,
+    Executor,
+    Pipeline,
+    split_into_microbatches,
+)
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Action,
@@ -99,7 +104,7 @@ def test_blocks_are_measured_with_the_casts_that_a_step_shares():
 
     def cut_batch():
         batch = torch.randn(4, 4)
-        return trace_batch(pipeline, batch, 1, lambda x, _: module.step(x), "train", 0)
+        return split_into_microbatches(pipeline, batch, 1, lambda x, _: module.step(x), "train", 0)
 
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), CountCasts() as casts:
         cut_batch()  # the first cut, block by block of which is measured
@@ -117,7 +122,9 @@ def test_a_record_whose_shapes_have_run_is_kept_so_that_no_other_has_its_id():
     pipeline = Pipeline(module, 0, CutSettings((0, 0)), CPU)
 
     def cut_batch():
-        return trace_batch(pipeline, torch.randn(4, 4), 1, lambda x, _: module.step(x), "train", 0)
+        return split_into_microbatches(
+            pipeline, torch.randn(4, 4), 1, lambda x, _: module.step(x), "train", 0
+        )
 
     measured = weakref.ref(cut_batch()[0].record)
     trial = BlockMeasurement(pipeline, InProcessTransport(), range(4))
@@ -142,7 +149,7 @@ def test_the_ledgers_peak_and_the_devices_are_of_the_same_steps(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: device["peak"])
     settings = OffloadSettings(torch.device("cuda"), make_lanes(CPU), HostMemory(pinned=False))
     memory = ActivationMemory(settings)
-    memory.forget_peaks()
+    memory.reset_peaks()
     device.update(now=100, peak=250)
     memory.ledger.record(Action(Kind.F, 0, 0), HeldBytes(150))
     assert memory.peak_without_activations == 100
@@ -214,11 +221,12 @@ def test_both_directions_are_measured():
 
 
 @pytest.mark.parametrize(
-    ("overlap", "lanes", "slowed_by"), [(0.5, 2, 1.0), (0.75, 2, 1.5), (0.9, 1, 1.0), (1.3, 1, 1.0)]
+    ("overlap", "lanes", "copy_slowdown"),
+    [(0.5, 2, 1.0), (0.75, 2, 1.5), (0.9, 1, 1.0), (1.3, 1, 1.0)],
 )
-def test_directions_share_a_lane_where_they_slow_each_other(overlap, lanes, slowed_by):
+def test_directions_share_a_lane_where_they_slow_each_other(overlap, lanes, copy_slowdown):
     speed = CopySpeed(1.0, 1.0, overlap)
-    assert (speed.num_lanes, speed.slowed_by) == (lanes, slowed_by)
+    assert (speed.num_lanes, speed.copy_slowdown) == (lanes, copy_slowdown)
 
 
 NUM_MICROBATCHES = 4
@@ -341,7 +349,9 @@ def test_shapes_tell_what_the_ledger_counts_of_slices(name, schedule, recompute)
     pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
     rank = pipeline.ranks[0]
     size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
-    parts = trace_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = split_into_microbatches(
+        rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0
+    )
     costs = MemoryNeeds.of(rank, parts[0]).costs
     pipeline.run(batch, size)
     counted = [executor.memory.ledger.peak_device_bytes for executor in pipeline.executors]
@@ -400,7 +410,9 @@ def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):
     module, batch = make("gpt_deep")
     pipeline = InProcessPipeline(module, build("zb_h1", 2, NUM_MICROBATCHES), call_step)
     rank = pipeline.ranks[0]
-    parts = trace_batch(rank, batch, 2, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = split_into_microbatches(
+        rank, batch, 2, lambda p, _: call_step(rank.module, p), "train", 0
+    )
     ran, attend = [], functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional,
@@ -432,7 +444,9 @@ def test_what_adapters_would_keep_of_a_frozen_base_waits_for_no_w():
 def assert_as_counted(pipeline, batch):
     rank = pipeline.ranks[0]
     size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
-    parts = trace_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = split_into_microbatches(
+        rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0
+    )
     found = measure_saved_memory(rank, parts[0])
     pipeline.run(batch, size)
     costs = replace(

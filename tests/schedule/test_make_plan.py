@@ -13,7 +13,7 @@ from lightning_pipeoffload.schedule import (
     PlanRequest,
     ScheduleError,
     as_executed,
-    best_of,
+    best_candidate,
     build,
     build_from_recipe,
     make_plan,
@@ -82,7 +82,7 @@ def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
     choice = planned(SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17)
     assert {c.option.schedule for c in choice.candidates} == {*WHOLE}
     assert [c for c in choice.candidates if not c.reason] == [choice.best]
-    assert choice.best == best_of(choice.candidates)
+    assert choice.best == best_candidate(choice.candidates)
 
 
 @pytest.mark.parametrize("weight_share", [0, 0.01])
@@ -131,10 +131,10 @@ def test_what_b_adds_counts_against_the_limit_of_every_plan():
 
 def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken():
     candidates = planned(2, options([8]), lambda option: Costs.unit()).candidates
-    assert best_of(candidates).offload == "none"
+    assert best_candidate(candidates).offload == "none"
     fastest = min(c.period for c in candidates if c.fits)
     least = min(c.peak_memory for c in candidates if c.fits and c.period == fastest)
-    assert best_of(candidates).peak_memory == least
+    assert best_candidate(candidates).peak_memory == least
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least():
@@ -159,7 +159,7 @@ def test_what_cannot_be_cut_is_left_out():
 
 def test_hosts_without_room_get_a_plan_without_copies():
     asked = SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17
-    choice = planned(*asked, host_shortage=lambda schedule, costs: "no room")
+    choice = planned(*asked, describe_host_shortage=lambda schedule, costs: "no room")
     assert not choice.best.schedule.has_copies
 
 

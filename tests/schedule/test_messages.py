@@ -74,7 +74,7 @@ class Edges:
         elif action.kind in RECVS:
             self.receives.mark_reached(action)
         elif needed and needed not in self.taken:
-            self.take(plan, self.receives.receives_up_to(needed))
+            self.take(plan, self.receives.pop_receives_up_to(needed))
             assert needed in self.taken
 
     def take(self, plan, receives):
@@ -99,7 +99,7 @@ def test_what_is_expected_still_comes_in_the_order_of_each_edge():
     edges = Edges(plan, 1)
     edges.num_sent = 8
     edges.receives.mark_reached(next(action for action in plan[1] if action.kind in RECVS))
-    edges.take(plan, edges.receives.remaining_receives())
+    edges.take(plan, edges.receives.pop_remaining_receives())
     assert edges.taken == {action for action in plan[1] if action.kind in RECVS}
 
 
@@ -129,7 +129,7 @@ class Counting:
         self.sent[peer] -= ended
         self.held -= ended
 
-    def finish_step(self):
+    def free_unused_buffers(self):
         pass
 
     def add(self, count):

@@ -8,7 +8,7 @@ from lightning_pipeoffload.planning.request import (
     PlanLimits,
     PlannedWork,
     PlannerOptions,
-    fill_request,
+    make_plan_request,
     options_of,
 )
 from lightning_pipeoffload.schedule import (
@@ -32,7 +32,7 @@ def request(memory, schedule="auto", num_ranks=3, **options):
         num_ranks, lambda option: COSTS if option.num_chunks == 1 else halved(option)
     )
     fixed = PlannerOptions(options_of(schedule, [9], None), **options)
-    return fill_request(work, PlanLimits(memory, names=NAMES), fixed, omits_above=float("inf"))
+    return make_plan_request(work, PlanLimits(memory, names=NAMES), fixed, omits_above=float("inf"))
 
 
 def halved(option):

@@ -58,7 +58,7 @@ def break_messages():
     def fail_in_it(*args):
         fail(torch.AcceleratorError("CUDA error: device-side assert triggered"))
 
-    transport.late_values = SimpleNamespace(start_reading=lambda tensor: fail_in_it)
+    transport.late_values = SimpleNamespace(start_host_copy=lambda tensor: fail_in_it)
 
 
 ACTS = {

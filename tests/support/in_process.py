@@ -19,8 +19,17 @@ from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.runtime.comm import Transport
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
-from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import Microbatch, in_slices, set_plan_indices
+from lightning_pipeoffload.runtime.run import (
+    ActivationMemory,
+    Executor,
+    Pipeline,
+    split_into_microbatches,
+)
+from lightning_pipeoffload.runtime.step import (
+    Microbatch,
+    set_indices_and_weights,
+    split_into_slices,
+)
 from lightning_pipeoffload.runtime.users_code import StepCall, copy_batch
 from lightning_pipeoffload.schedule import (
     RECVS,
@@ -104,9 +113,9 @@ class InProcessPipeline:
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
             batch_of_rank = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
-            slices = trace_batch(pipeline, batch_of_rank, size, step, "train", seed)
+            slices = split_into_microbatches(pipeline, batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
-            microbatches = in_slices(set_plan_indices(slices, weights))
+            microbatches = split_into_slices(set_indices_and_weights(slices, weights))
             plan = self.plan
             if slices[0].num_slices < plan.num_sequence_slices:  # of short sequences
                 plan = lower(keep_microbatches(self._schedule, len(slices), slices[0].num_slices))
@@ -161,7 +170,7 @@ def _actions(
 ) -> Iterator[Action]:
     """Execute action by action; yield each before it runs."""
     executor.start(plan, microbatches)
-    executor.expect(plan[executor.rank])
+    executor.expect_messages(plan[executor.rank])
     for action in plan[executor.rank]:
         yield action
         executor.execute(action)

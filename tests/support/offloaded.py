@@ -40,10 +40,10 @@ EVERYTHING_SAVED = MemoryPart.FOR_B | MemoryPart.FOR_W | MemoryPart.GRADIENT
 
 def there_and_back(store):
     """Copy what a stage's store has to the host, free it, and copy it back."""
-    store.offload()
+    store.start_offload()
     store.free()
     assert store.held.device == 0
-    store.reload(EVERYTHING_SAVED)
+    store.start_reload(EVERYTHING_SAVED)
     store.wait_for_reload(EVERYTHING_SAVED)
 
 

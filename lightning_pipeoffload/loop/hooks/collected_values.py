@@ -114,7 +114,7 @@ class CollectedValues:
                 self._late.update(dict.fromkeys(labels, kind))
             self._end_step()
 
-    def record_writes(self, microbatches: Iterable[Microbatch]) -> None:
+    def set_step_records(self, microbatches: Iterable[Microbatch]) -> None:
         """Record the microbatches of the step, by whose records it writes."""
         self._records = [*{id(each.record): each.record for each in microbatches}.values()]
 

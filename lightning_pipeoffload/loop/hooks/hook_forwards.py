@@ -106,7 +106,7 @@ class HookForwards:
         tensors = self._pipeline.tensors
         if self._named is not tensors.owners:  # the first batch may change them
             self._named = tensors.owners
-            remote = [slot for slot in tensors.slots if not tensors.is_everywhere(slot.name)]
+            remote = [slot for slot in tensors.slots if not tensors.is_on_every_stage(slot.name)]
             lacking = {id(slot.module) for slot in remote}
             self._names = {
                 id(module): name or type(module).__name__
@@ -119,7 +119,7 @@ class HookForwards:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
         if self._do_all_call(name):
             return
-        calls = self._barrier.wait_for_all(name, _TO_EXPLAIN)
+        calls = self._barrier.collect_purposes(name, _TO_EXPLAIN)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in calls]
         others = [
             f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name

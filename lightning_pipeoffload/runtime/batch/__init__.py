@@ -2,11 +2,11 @@
 
 from .packet import Packet, ReceivedPacket
 from .parts import (
+    compute_microbatch_shares,
     merge_outputs,
-    sample_counts,
+    possible_sample_counts,
     shape_signature,
     start_checksum,
-    weigh_parts,
     weighted,
     weighted_or_zero,
 )

@@ -33,7 +33,7 @@ class _View(NamedTuple):
     requires_grad: bool
 
 
-class _StorageMemory(NamedTuple):
+class _StorageSpec(NamedTuple):
     """The memory of one storage, of which tensors of the batch are views.
 
     ``device`` is its type, and ``is_pinned`` whether it is page-locked host memory.
@@ -72,18 +72,18 @@ class Packet:
             raw = buffer.raw()
             is_empty = not raw.nbytes
             self._memory.append(torch.empty(0) if is_empty else _bytes_of(raw))
-            parts.append(_StorageMemory(raw.nbytes))
+            parts.append(_StorageSpec(raw.nbytes))
         self._parts = parts
         self.structure = pickle.dumps((file.getvalue(), parts, views, len(buffers)), 5)
         self.num_bytes = sum([_aligned(part.num_bytes) for part in parts])
         self.is_on_host = {part.device for part in parts} <= {"cpu"}
 
-    def _lay_out(self, tensors: Sequence[Tensor]) -> tuple[list[_StorageMemory], list[_View]]:
+    def _lay_out(self, tensors: Sequence[Tensor]) -> tuple[list[_StorageSpec], list[_View]]:
         of_storage: dict[tuple[str, int], list[int]] = {}
         for number, tensor in enumerate(tensors):
             key = str(tensor.device), tensor.untyped_storage().data_ptr()
             of_storage.setdefault(key, []).append(number)
-        parts: list[_StorageMemory] = []
+        parts: list[_StorageSpec] = []
         views: dict[int, _View] = {}
         for numbers in of_storage.values():
             viewing = [tensors[number] for number in numbers]
@@ -104,12 +104,12 @@ class Packet:
             self._add(parts, tensors[numbers[0]], first, end)
         return parts, [views[number] for number in range(len(tensors))]
 
-    def _add(self, parts: list[_StorageMemory], tensor: Tensor, first: int, end: int) -> None:
+    def _add(self, parts: list[_StorageSpec], tensor: Tensor, first: int, end: int) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), first, (end - first,), (1,))
         self._memory.append(flat)
         is_pinned = tensor.device.type == "cpu" and tensor.is_pinned()
-        parts.append(_StorageMemory(end - first, tensor.device.type, is_pinned))
+        parts.append(_StorageSpec(end - first, tensor.device.type, is_pinned))
 
     def write(self, buffer: Tensor) -> None:
         """Copy the tensors into the first ``num_bytes`` bytes of a buffer on the host."""
@@ -222,7 +222,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
-def _starts(parts: Sequence[_StorageMemory]) -> Iterator[int]:
+def _starts(parts: Sequence[_StorageSpec]) -> Iterator[int]:
     start = 0
     for part in parts:
         yield start

@@ -27,7 +27,7 @@ _PRIME = 1_000_003
 _WHOLE = (Integral, np.bool_)
 
 
-def weigh_parts(
+def compute_microbatch_shares(
     weigh: Callable[[Any], Any], parts: Sequence[Any]
 ) -> tuple[Sequence[Any], Any, Callable[[], None]]:
     """Return each microbatch's share of the sum of the user's weights, and that sum.
@@ -43,7 +43,7 @@ def weigh_parts(
         return [weight / total for weight in weights], total, lambda: None
     on_device = next(filter(late_values.is_on_accelerator, returned)).device
     stacked = torch.stack([torch.as_tensor(w, device=on_device).double() for w in returned])
-    read = late_values.start_reading(stacked)
+    read = late_values.start_host_copy(stacked)
     total = stacked.sum()
     return (stacked / total).unbind(), total, lambda: _check_weights(read().tolist(), returned)
 
@@ -109,7 +109,7 @@ def merge_outputs(
     return rebuild(first, merged)
 
 
-def sample_counts(outputs: Any) -> frozenset[int] | None:
+def possible_sample_counts(outputs: Any) -> frozenset[int] | None:
     """Return the numbers of samples that a microbatch may have had, judged by its step's outputs.
 
     A number counts if each output has as many rows or entries; then outputs of microbatches can be
@@ -124,7 +124,7 @@ def sample_counts(outputs: Any) -> frozenset[int] | None:
     parts = container_entries(outputs)
     if parts is None:
         return frozenset()
-    counts = [count for count in map(sample_counts, parts) if count is not None]
+    counts = [count for count in map(possible_sample_counts, parts) if count is not None]
     if not counts:
         return None
     common = frozenset.intersection(*counts)
@@ -177,7 +177,7 @@ def _start_checksum_of(leaf: Any) -> Callable[[], int]:
         distance = flat.numel() // 4096
         sample = (flat[::distance] if distance > 1 else flat).contiguous().view(torch.uint8)
         if late_values.is_on_accelerator(sample):
-            read = late_values.start_reading(sample)
+            read = late_values.start_host_copy(sample)
             return lambda: zlib.crc32(read().numpy().data)
         checksum = zlib.crc32(sample.numpy().data)  # now: the step may write the batch
         return lambda: checksum

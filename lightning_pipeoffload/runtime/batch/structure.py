@@ -143,9 +143,9 @@ class BatchStructure:
 
     def samples_of(self, batch: Any) -> Samples:
         """Return the samples of a batch; raises as :meth:`count` does."""
-        return Samples(batch, self.lists, self._look_at(batch))
+        return Samples(batch, self.lists, self._make_sample_counter(batch))
 
-    def _look_at(self, batch: Any) -> _SampleCounter:
+    def _make_sample_counter(self, batch: Any) -> _SampleCounter:
         counter = _SampleCounter(self.lists, batch, self._collation)
         if isinstance(batch, list) and "batch" not in self.lists and _is_uniform(batch):
             try:
@@ -157,7 +157,7 @@ class BatchStructure:
                 or self._collation.choose_num_samples(len(batch), rows) == len(batch) != rows
             ):
                 self.lists["batch"] = True
-                return self._look_at(batch)
+                return self._make_sample_counter(batch)
         return counter
 
 

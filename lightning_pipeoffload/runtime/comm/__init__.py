@@ -18,7 +18,7 @@ from .replicas import (
     PersistentBuffers,
     Replicas,
     assign_owners,
-    in_buckets,
+    bucket_keys,
 )
 from .shared_bytes import OwnerLocks, allocate_shared_memory
 from .sums_to_owners import SumsToOwners

@@ -69,7 +69,7 @@ class BatchChannel:
             return
         self._group = mesh.make_replica_group("batches", backend="gloo", timeout=NO_LIMIT)
         self._source = dist.get_group_rank(self._group, mesh.reader)
-        is_mapping = self._find_mapping()
+        is_mapping = self._gather_can_map()
         self._maps_slots = is_mapping[dist.get_rank(self._group)]
         others = [rank for rank in range(len(members)) if rank != self._source]
         slots = [_SendSlot(number, self._group, others, is_mapping) for number in range(2)]
@@ -81,11 +81,11 @@ class BatchChannel:
         self._thread = CommunicationThread(f"while {doing} a batch", mesh.fail)
         self._last: Future[None] | None = None  # of what the thread has to do
 
-    def _find_mapping(self) -> list[bool]:
+    def _gather_can_map(self) -> list[bool]:
         """Return whether each process can map memory of the reader's."""
         group, token = HostGroup(self._group), secrets.token_bytes(_TOKEN_BYTES)
         with MemoryFile() as file:
-            if self.is_reader and not file.reserve(_TOKEN_BYTES):
+            if self.is_reader and not file.try_reserve(_TOKEN_BYTES):
                 map_file(file.path, _TOKEN_BYTES).copy_(_bytes_to_tensor(token))
             path, token = group.gather((file.path, token))[self._source]
             return group.gather(not self.is_reader and read_memory_file(path) == token)
@@ -103,7 +103,7 @@ class BatchChannel:
         large = [packet for packet in packets if packet.num_bytes > _MOST_INLINE]
         slot = next(self._slots)
         with reporting_lost_peers(_LOST):
-            parts = slot.parts([packet.num_bytes for packet in large])
+            parts = slot.acquire_buffers([packet.num_bytes for packet in large])
         message = pickle.dumps((header, [*map(_described, packets)], slot.place), 5)
         if large or not (self._last is None or self._last.done()):
             self._last = slot.job = self._thread.submit(slot.send, message, large, parts)
@@ -135,12 +135,12 @@ class BatchChannel:
             if is_large and not in_slot:
                 works.append(self._group.recv([part], self._source, _VALUE))
         if sizes:
-            self._last = self._thread.submit(self._copy, contents, works, in_slot)
+            self._last = self._thread.submit(self._finish_receive, contents, works, in_slot)
         else:
-            self._copy(contents, works, in_slot)
+            self._finish_receive(contents, works, in_slot)
         return header, [ReceivedValue(each, self._last, self._device) for each in contents]
 
-    def _copy(
+    def _finish_receive(
         self, contents: Sequence[ReceivedPacket], works: Sequence[Any], in_slot: bool
     ) -> None:
         with reporting_lost_peers(_LOST):
@@ -205,7 +205,7 @@ class _SendSlot:
         self._works: list[tuple[Any, Tensor]] = []  # with tensors, which gloo reads until then
         self.place: tuple[int, str, int] | None = None
 
-    def parts(self, sizes: Sequence[int]) -> list[Tensor]:
+    def acquire_buffers(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return memory for each of some values, once all have received what was sent before."""
         if self.job is not None:
             self.job.result()
@@ -217,7 +217,7 @@ class _SendSlot:
 
     def _grow(self, num_bytes: int) -> None:
         size, old, file = num_bytes + num_bytes // 4, self._file, MemoryFile()
-        if self._mapping and not file.reserve(size):
+        if self._mapping and not file.try_reserve(size):
             self._memory, self._file = map_file(file.path, size), file
             self.place = self._number, file.path, size
         else:

@@ -81,13 +81,13 @@ class PipelineGroup(RankMesh, HostGroup):
             self.host_group = self.make_pipeline_group("host", backend="gloo")
             self.side_group = self.make_pipeline_group("side", backend="gloo")
         self.batches = BatchChannel(self)
-        self._ranks_group = self.device_group()
+        self._ranks_group = self.make_device_group()
         if self.num_tensor_ranks > 1:
             self.device_mesh = self.make_device_mesh()
 
     def reconnect(self) -> None:
         """Create all groups again, on all ranks, where :attr:`is_connected` is False."""
-        self.join_groups()
+        self.select_process_groups()
         self._connect()
         self.make_sharing_groups(self._sharing)
         self.transport.connect()
@@ -123,7 +123,9 @@ class PipelineGroup(RankMesh, HostGroup):
         of_all = self.world.gather(obj)
         return [[of_all[rank] for rank in pipeline] for pipeline in self.pipelines]
 
-    def copy_to_hosts(self, tensor: Tensor, source: int, ranks: HostGroup | None = None) -> Tensor:
+    def broadcast_to_hosts(
+        self, tensor: Tensor, source: int, ranks: HostGroup | None = None
+    ) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
@@ -134,7 +136,7 @@ class PipelineGroup(RankMesh, HostGroup):
             tensor, lambda part: broadcast_bytes(part, source, group, "cpu")
         )
 
-    def copy_to_devices(self, tensor: Tensor, rank: int | None) -> Tensor:
+    def broadcast_to_devices(self, tensor: Tensor, rank: int | None) -> Tensor:
         """Return, on this rank's device, a copy of the tensor of ``rank``; None: of the root.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
@@ -160,7 +162,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def make_sharing_groups(self, sharing: Iterable[tuple[int, ...]]) -> None:
         """Make a group for each tuple of ranks with the same tensors; all processes call it."""
-        self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
+        self._sharing = {ranks: self.make_device_group(ranks) for ranks in sharing}
 
     def broadcast_among(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of the first of ``ranks`` to the others; these ranks call it."""
@@ -175,7 +177,7 @@ class PipelineGroup(RankMesh, HostGroup):
         """Copy the first tensor rank's tensors to those that share this one's layers."""
         first = self.global_rank - self.tensor_rank
         with reporting_lost_peers("lost a rank that shares its layers while weights were sent"):
-            broadcast_values(tensors, first, self.global_rank == first, self.tensor_group())
+            broadcast_values(tensors, first, self.global_rank == first, self.make_tensor_group())
 
     def all_reduce_among(
         self, ranks: tuple[int, ...], tensor: Tensor, operation: Any = dist.ReduceOp.SUM
@@ -183,13 +185,13 @@ class PipelineGroup(RankMesh, HostGroup):
         """All-reduce a tensor in place over ``ranks``, which call it."""
         dist.all_reduce(tensor, operation, self._sharing[ranks])
 
-    def reduce(self, numbers: Tensor, operation: Any, over_replicas: bool) -> None:
+    def all_reduce_over_ranks(self, numbers: Tensor, operation: Any, over_replicas: bool) -> None:
         """All-reduce a tensor in place over the ranks, and over the replicas if so asked."""
         dist.all_reduce(numbers, operation, self._ranks_group)
         if over_replicas:
             dist.all_reduce(numbers, operation, self.replicas.group)
         if self.num_tensor_ranks > 1:
-            dist.all_reduce(numbers, operation, self.tensor_group())
+            dist.all_reduce(numbers, operation, self.make_tensor_group())
 
     def make_boundary_group(self, over_replicas: bool) -> None:
         """Make the group for :meth:`start_host_sum`; all processes call it."""

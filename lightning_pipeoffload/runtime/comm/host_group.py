@@ -119,7 +119,7 @@ class World(HostGroup):
         self._mesh = mesh
 
     @contextmanager
-    def waiting_without_timeout(self) -> Iterator[None]:
+    def untimed_barrier_on_exit(self) -> Iterator[None]:
         """Wait for all processes on leaving the context, without the timeout of the run."""
         if self.num_processes == 1:
             yield

@@ -115,7 +115,7 @@ class ProcessGroups:
         """Whether the next trainer of this layout would use these groups too."""
         return ProcessGroups._current is self and self._exist()
 
-    def get(
+    def get_or_create(
         self,
         use: str,
         members: tuple[int, ...],
@@ -216,7 +216,7 @@ class RankMesh:
         self.device = device
         self.global_rank = global_rank
         self._lay_out(schedule, num_replicas, rank_order)
-        self.join_groups()
+        self.select_process_groups()
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
@@ -242,7 +242,7 @@ class RankMesh:
         size = self.num_tensor_ranks
         return [[cell * size + tensor_rank for cell in row] for row in self._cells]
 
-    def join_groups(self) -> None:
+    def select_process_groups(self) -> None:
         """Use the process groups of this layout; end those of any other layout."""
         layout = GroupLayout(
             self.num_replicas,
@@ -269,7 +269,7 @@ class RankMesh:
         return self.num_replicas * self.num_tensor_ranks
 
     @property
-    def pipeline(self) -> int:
+    def pipeline_index(self) -> int:
         """The number of this process's pipeline, among those of all replicas."""
         return self.replica * self.num_tensor_ranks + self.tensor_rank
 
@@ -314,7 +314,7 @@ class RankMesh:
         return [row[self.stage_ranks[-1]] for row in self._table_of_tensor_rank(0)]
 
     @property
-    def first_replica(self) -> list[int]:
+    def first_replica_ranks(self) -> list[int]:
         """The global ranks of replica 0, of its first tensor ranks, by rank."""
         return self._table_of_tensor_rank(0)[0]
 
@@ -370,7 +370,7 @@ class RankMesh:
         """Return a process group of all processes."""
         return self._make_groups(use, [[rank for row in self.pipelines for rank in row]], options)
 
-    def edge_group(
+    def make_edge_group(
         self, edge: tuple[int, int], make_options: Callable[[], Any] | None = None
     ) -> Any:
         """Create the group of ``edge`` in each pipeline, on the device; return this pipeline's.
@@ -379,7 +379,7 @@ class RankMesh:
         """
         return self._make_groups("edge", self._rows(edge), {}, make_options=make_options)
 
-    def device_group(self, ranks: Iterable[int] | None = None) -> Any:
+    def make_device_group(self, ranks: Iterable[int] | None = None) -> Any:
         """Return a group over the device's backend of ``ranks`` of this pipeline; None: of all.
 
         It runs a collective when it is made: NCCL connects at the first use of a group, and waits
@@ -387,11 +387,11 @@ class RankMesh:
         """
         return self._make_groups("device", self._rows(ranks), {}, connects=True)
 
-    def device_data_group(self, use: str) -> Any:
+    def make_device_data_group(self, use: str) -> Any:
         """Return the device group of this rank's counterparts; each ``use`` has its own."""
         return self._make_groups(use, self._columns, {}, connects=True)
 
-    def tensor_group(self) -> Any:
+    def make_tensor_group(self) -> Any:
         """Return the device group of the processes that share this one's layers."""
         return self._make_groups("tensor", self._tensor_rank_groups, {}, connects=True)
 
@@ -403,7 +403,7 @@ class RankMesh:
             self._make_groups("mesh", self._columns, {}),
             self._make_groups("mesh", self._rows(None), {}),
             self._make_groups("mesh", alone, {}),
-            self.tensor_group(),
+            self.make_tensor_group(),
         ]
         shape = self.num_replicas, self.num_ranks, 1, self.num_tensor_ranks
         ranks = torch.tensor(self._tensor_rank_groups).view(shape)
@@ -449,7 +449,7 @@ class RankMesh:
     ) -> Any:
         group_of_rank = None
         for members in groups:
-            group = self.groups.get(use, tuple(members), options, connects, make_options)
+            group = self.groups.get_or_create(use, tuple(members), options, connects, make_options)
             group_of_rank = group if self.global_rank in members else group_of_rank
         return group_of_rank
 

@@ -54,7 +54,7 @@ class PendingParameters:
     def __bool__(self) -> bool:
         return bool(self._ends)
 
-    def add(self, end: Callable[[], None], parameters: Iterable[Tensor]) -> None:
+    def defer_or_wait(self, end: Callable[[], None], parameters: Iterable[Tensor]) -> None:
         """Defer ``end``, which waits for a broadcast and stores its values, if that is allowed.
 
         Args:
@@ -68,7 +68,7 @@ class PendingParameters:
             self.wait()
 
     def allow_deferral(self, may_wait: bool) -> None:
-        """Set whether functions passed to :meth:`add` may be deferred.
+        """Set whether functions passed to :meth:`defer_or_wait` may be deferred.
 
         They may where nothing between steps reads parameters, or where a
         :class:`PendingParametersMode` detects it.
@@ -87,7 +87,7 @@ class PendingParameters:
         self._memory.clear()
         self._may_wait = False
 
-    def are_in(self, values: Any) -> bool:
+    def is_any_in(self, values: Any) -> bool:
         """Whether the arguments of a call contain a pending parameter or a view of one."""
         return any(_address_of(tensor) in self._memory for tensor in tensors_in(values))
 
@@ -119,7 +119,7 @@ class PendingParametersMode(TorchFunctionMode):
         # The tensor of an attribute (.data) shares the memory, so that its use is noticed later.
         is_attribute = getattr(func, "__name__", "") == "__get__"
         for pending in self._pending if not is_attribute else ():
-            if pending and pending.are_in((args, kwargs)):
+            if pending and pending.is_any_in((args, kwargs)):
                 pending.wait()
         return func(*args, **(kwargs or {}))
 
@@ -171,11 +171,11 @@ class Replicas:
     def connect(self) -> None:
         """Make the groups, on all ranks."""
         if self.num > 1:
-            self.group = self._mesh.device_data_group("hooks")
+            self.group = self._mesh.make_device_data_group("hooks")
             # A separate group: sums of gradients overlap with a step's collectives.
-            self._sums = self._mesh.device_data_group("sums")
+            self._sums = self._mesh.make_device_data_group("sums")
             # Another one for copies: one rank may repeat a step earlier than another.
-            self._copies = self._mesh.device_data_group("copies")
+            self._copies = self._mesh.make_device_data_group("copies")
             self.host = HostGroup(self._mesh.make_data_group("host", backend="gloo"))
 
     # Each start_ method returns a function that waits; on an accelerator the stream waits
@@ -262,7 +262,7 @@ def broadcast_values(tensors: Iterable[Tensor], source: int, is_source: bool, gr
     values = [tensor.detach() for tensor in tensors]
     dense = [value.contiguous() for value in values]
     parts = dict(enumerate(map(as_bytes, dense)))
-    for numbers in in_buckets(parts):
+    for numbers in bucket_keys(parts):
         bundle = FlatBucket([parts[number] for number in numbers])
         dist.broadcast(bundle.flat, source, group=group)
         if not is_source:
@@ -312,7 +312,7 @@ class FlatBucket:
                     tensor.copy_(part.view_as(tensor))
 
 
-def in_buckets(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
+def bucket_keys(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
     """Group tensors, in order, into buckets of one dtype; a large tensor has its own bucket."""
     bucket: list[_Key] = []
     num_bytes = 0

@@ -87,7 +87,7 @@ def _map_peer_memory(reduction: Any, device: torch.device, peer: int) -> Tensor:
 
 def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:
     with MemoryFile() as file:
-        files = group.gather((file.path, file.reserve(size)))
+        files = group.gather((file.path, file.try_reserve(size)))
         for rank, (_, failure) in enumerate(files):
             if failure:
                 raise RuntimeError(f"rank {rank} of this machine has no shared memory: {failure}")
@@ -110,7 +110,7 @@ class MemoryFile:
         self._file = os.fdopen(os.memfd_create(_NAME), "r+b")
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
-    def reserve(self, size: int) -> str:
+    def try_reserve(self, size: int) -> str:
         """Allocate the memory now, since a later write without memory would kill the process.
 
         Returns:

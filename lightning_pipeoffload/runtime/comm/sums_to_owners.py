@@ -58,7 +58,7 @@ class SumsToOwners:
             A function that waits for the sum; on an accelerator the stream waits.
         """
         if not self._adds_parts:
-            return self._reduce(flat, lengths)
+            return self._start_reduces(flat, lengths)
         pieces = [_Piece(*piece, self._replica) for piece in _split_into_pieces(flat, lengths)]
         self._queue.extend(pieces)
         self._advance()
@@ -69,7 +69,7 @@ class SumsToOwners:
 
         return wait
 
-    def _reduce(self, flat: Tensor, lengths: Sequence[int]) -> Callable[[], None]:
+    def _start_reduces(self, flat: Tensor, lengths: Sequence[int]) -> Callable[[], None]:
         parts = zip(self._counterparts, flat.split([*lengths]), strict=True)
         with unprofiled():
             works = [
@@ -92,7 +92,7 @@ class SumsToOwners:
         while self._queue and self._has_room_for(self._queue[0]):
             piece = self._queue.popleft()
             with unprofiled():
-                piece.send(self._group)
+                piece.start_exchange(self._group)
             self._sent.append(piece)
 
     def _has_room_for(self, piece: _Piece) -> bool:
@@ -109,7 +109,7 @@ class _Piece:
         self._data, self._lengths, self._replica = data, lengths, replica
         self.num_received = len(lengths) * lengths[replica] * data.itemsize
 
-    def send(self, group: Any) -> None:
+    def start_exchange(self, group: Any) -> None:
         size, num_replicas = self._data.itemsize, len(self._lengths)
         own_length = self._lengths[self._replica]
         self._received = self._data.new_empty(num_replicas, own_length)

@@ -158,7 +158,7 @@ class Transport:
     def drain_sends(self, peer: int, left: int) -> None:
         """Wait for all messages to a peer but the ``left`` newest, and free their tensors."""
 
-    def finish_step(self) -> None:
+    def free_unused_buffers(self) -> None:
         """Free buffers that the last few steps have not used."""
 
     @property
@@ -302,7 +302,7 @@ class Link:
         for number, tensor in enumerate(map(_as_dense, tensors), tag):
             if self.sender is not None:
                 # The thread that reads the copy also keeps it until the message has gone.
-                memory: Any = late_values.start_reading(as_bytes(tensor))
+                memory: Any = late_values.start_host_copy(as_bytes(tensor))
                 work = self.sender.submit(self._send_copy, memory, number)
             else:
                 memory, data = tensor, tensor.as_strided((tensor.numel(),), (1,))
@@ -367,14 +367,14 @@ class Message:
         if link.ring is None and link.sender is None:
             return self.memory
         received = [*map(self._tensor_in, self.memory, specs or ())]
-        self.free()
+        self.return_buffers()
         return received
 
     def has_ended(self) -> bool:
         """Whether the device has sent it completely, so that it can be freed without a wait."""
         return all(work.is_completed() for work in self.works)
 
-    def free(self) -> None:
+    def return_buffers(self) -> None:
         """Return the buffers of an ended message to the ring, without a wait."""
         if (ring := self.link.ring) is not None:
             for memory in self.memory:
@@ -415,7 +415,7 @@ class ProcessGroupTransport(Transport):
         self._device = device
         self._backend = _backend_for(device)
         if self._backend == "nccl" and edges:
-            check_environment()
+            check_cuda_variables()
         self.connect()
 
     def connect(self) -> None:
@@ -467,7 +467,7 @@ class ProcessGroupTransport(Transport):
         is_nccl = self._backend == "nccl"
         make_options = partial(nccl_options, self._mesh.timeout) if is_nccl else None
         return {
-            edge: self._mesh.edge_group(edge, make_options)
+            edge: self._mesh.make_edge_group(edge, make_options)
             for edge in sorted(self._edges)  # every rank makes them in this order
         }
 
@@ -484,7 +484,7 @@ class ProcessGroupTransport(Transport):
         link, tag, sent = self._to[peer], _first_tag(send, len(tensors)), self._sent[peer]
         # Over NCCL only: gloo's messages never end by themselves.
         while sent and self._ring is not None and sent[0][1].has_ended():
-            sent.popleft()[1].free()
+            sent.popleft()[1].return_buffers()
         sent.append((send, link.send(tensors, tag)))
 
     def drain_sends(self, peer: int, left: int) -> None:
@@ -493,7 +493,7 @@ class ProcessGroupTransport(Transport):
             send, message = sent.popleft()
             message.wait(send)
 
-    def finish_step(self) -> None:
+    def free_unused_buffers(self) -> None:
         if self._ring is not None:
             self._ring.end_step()
 
@@ -520,7 +520,7 @@ def nccl_options(timeout: timedelta | None) -> Any:
     return options
 
 
-def check_environment() -> None:
+def check_cuda_variables() -> None:
     """Raise ``ValueError`` for CUDA settings with which a pipeline over NCCL may hang.
 
     With them a host or a hardware queue waits for a message that is sent only later.

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     Region,
     SplitRegion,
     compiling_ahead,
-    stopping_if_compiling_ahead,
+    wrap_compiled_ahead,
 )
 from lightning_pipeoffload.runtime.users_code import restoring_attributes
 from lightning_pipeoffload.runtime.weight_grad import active_queue
@@ -88,11 +88,11 @@ def _compile_split_region(compile_plainly: Backend, module: fx.GraphModule, inpu
     whole, second = _try(compile_plainly, module, inputs)
     if second is not None:
         warn_once(UNCOMPILED + _first_line(second))
-        return stopping_if_compiling_ahead(_eager_region(module))
+        return wrap_compiled_ahead(_eager_region(module))
     if error is not None:
         warn_once(_FUSED + _first_line(error))
     assert whole is not None
-    return stopping_if_compiling_ahead(whole)
+    return wrap_compiled_ahead(whole)
 
 
 def _has_checkpoint(module: fx.GraphModule) -> bool:
@@ -144,7 +144,7 @@ class BlockCompiler:
         self._arguments = compile if isinstance(compile, Mapping) else {}
         self._blocks = [] if compile is False else [b for b in blocks if compiled_call(b) is None]
 
-    def compile(self) -> None:
+    def enable_compilation(self) -> None:
         """Compile the blocks at their first calls."""
         for block in self._blocks:
             if compiled_call(block) is None:

@@ -88,7 +88,7 @@ class WeightFinder:
         while isinstance(node, fx.Node) and len(views) <= _LONGEST_VIEW:
             if node in self._indices:
                 return self._of_input(self._indices[node], tuple(reversed(views)), dtype)
-            view = _view_of(node)
+            view = _view_function(node)
             if view is None:
                 return None
             views.append(view)
@@ -107,7 +107,7 @@ class WeightFinder:
         return WeightSource(index, views, dtype if casts else None)
 
 
-def _view_of(node: fx.Node) -> partial[Any] | None:
+def _view_function(node: fx.Node) -> partial[Any] | None:
     """Return the view or cast that a node applies to its first argument, as a function."""
     rest = node.args[1:]
     others: list[fx.Node] = []
@@ -180,7 +180,7 @@ class DeferrableProduct:
         return example
 
 
-def find_product(node: fx.Node, finder: WeightFinder) -> DeferrableProduct | None:
+def match_deferrable_product(node: fx.Node, finder: WeightFinder) -> DeferrableProduct | None:
     """Return the node's call if its weight gradient may wait for W, else None."""
     signature = None
     if node.op == "call_function":

@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.compiled.products import (
     DeferrableProduct,
     WeightFinder,
     WeightSource,
-    find_product,
+    match_deferrable_product,
 )
 
 _IN_PLACE = {
@@ -181,7 +181,7 @@ class _Splitting:
 
     def rewire_deferrable_products(self) -> None:
         finder = WeightFinder(self._placeholders, self._inputs)
-        candidates = [find_product(node, finder) for node in self._graph.nodes]
+        candidates = [match_deferrable_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)
         shaped = [
             (product, _make_shape_function(product.example, readers))
@@ -263,7 +263,9 @@ class _Splitting:
 
     def finish(self) -> SplitGraph:
         self._graph.output(tuple(self._outputs))
-        kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
+        kept = [
+            index for index in range(len(self._placeholders)) if not self._erase_if_replaced(index)
+        ]
         self._graph.lint()
         examples = [self._inputs[index] for index in kept]
         examples += [self._example_of_weight(s.compute_weight(self._inputs)) for s in self._weights]
@@ -276,7 +278,7 @@ class _Splitting:
             self.products,
         )
 
-    def _drop(self, index: int) -> bool:
+    def _erase_if_replaced(self, index: int) -> bool:
         node = self._placeholders[index]
         if node.users or all(source.index != index for source in self._weights):
             return False

@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
     active_queue,
     is_deferrable,
-    keep_input,
+    save_input_outside_graph,
     trains_parameters,
 )
 
@@ -45,7 +45,7 @@ def stop_if_compiling_ahead() -> None:
         raise _RegionReached
 
 
-def stopping_if_compiling_ahead(region: Region) -> Region:
+def wrap_compiled_ahead(region: Region) -> Region:
     """Return a region that ends the block's run instead of running, if compiled ahead."""
     if ACTIVE_SETTINGS.latest(_CompilingAhead) is None:
         return region
@@ -81,7 +81,7 @@ class _Run:
 
     def keep(self, tensors: Mapping[ProductInput, Tensor], sharing: Iterable[Tensor]) -> None:
         for product_input, tensor in tensors.items():
-            self.kept[product_input] = keep_input(tensor)
+            self.kept[product_input] = save_input_outside_graph(tensor)
         self._sharing = [(tensor.detach(), tensor._version) for tensor in sharing]
 
     def defer_weight_grads(self, gradients: Sequence[Tensor | None]) -> None:
@@ -102,7 +102,7 @@ class _Run:
                 if queue is not None:
                     queue.defer(call, x, fetch, gradient)
                 else:
-                    call.accumulate(fetch() if fetch else x, gradient)
+                    call.accumulate_weight_grad(fetch() if fetch else x, gradient)
 
 
 class SplitRegion:

@@ -8,7 +8,7 @@ from .block_chain import (
     default_chain,
     find_chain,
 )
-from .block_classes import classes_by_structure, digest_blocks, find_alike_saved_bytes, find_classes
+from .block_classes import classify_blocks, classify_by_structure, digest_blocks, find_alike_blocks
 from .call_checks import (
     CallsError,
     describe_required_calls,
@@ -41,16 +41,16 @@ from .partition import (
     costs_by_size,
     cut,
     estimate_costs,
-    find_segments,
-    stages_with,
+    find_segment_uses,
+    stage_indices_running,
 )
 from .record import StageRecord, StepRecord
 from .remote_values import (
     ModuleCopies,
-    absent_in,
-    explain_absent,
+    find_remote_slots,
+    format_absent_error,
     is_tracked_copy,
-    load_quantization,
+    load_4bit_weights,
     materialize_slot,
     remove_complete_hooks,
 )

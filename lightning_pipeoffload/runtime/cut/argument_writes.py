@@ -95,7 +95,7 @@ class ArgumentWatch:
             if not _is_same(_state_of(value), was):
                 self.blocks_filling_arguments.add(block)
 
-    def record_use(self, args: tuple[Any, ...], num_calls: int) -> None:
+    def record_write_if_read(self, args: tuple[Any, ...], num_calls: int) -> None:
         """Record a write into a tensor that an operation reads after the writing call has ended."""
         for tensor in tensors_in(args) if self._written else ():
             write, call = self._written.get(storage_key(tensor), (None, num_calls))

@@ -54,7 +54,7 @@ class BatchFlags(RecordPart):
         return tuple(call.answer for call in self.calls if call.answer is not None)
 
     @torch.no_grad()
-    def match_batch(self, leaves: Sequence[Tensor]) -> bool:
+    def matches_batch(self, leaves: Sequence[Tensor]) -> bool:
         """Recompute the booleans from a microbatch's tensors; return whether all are the same."""
         values = dict(enumerate(leaves)) | self.constants
         if any(call.written for call in self.calls):

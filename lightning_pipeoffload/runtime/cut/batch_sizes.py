@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags, FlagWatch
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.shapes import is_sized_by_values, lengths_place
+from lightning_pipeoffload.runtime.shapes import is_sized_by_values, lengths_argument_index
 
 aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ class SizeObserver(Observer[DataDependentSizes]):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation between the blocks, and note what depends on values."""
         result = self._flags.call(func, args, kwargs)
-        if is_sized_by_values(func, args) or lengths_place(func) is not None:
+        if is_sized_by_values(func, args) or lengths_argument_index(func) is not None:
             self._sizes.append(tuple(tensor.shape for tensor in tensors_in(result)))
             self._last_size = self._trace.num_calls
         elif func is aten._local_scalar_dense.default and not (

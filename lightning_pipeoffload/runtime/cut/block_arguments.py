@@ -64,7 +64,7 @@ class BlockCall:
         return cls(tree_map(_describe, arguments), autocast, device_type)
 
     @contextmanager
-    def with_zeros(self) -> Iterator[Any]:
+    def zero_arguments(self) -> Iterator[Any]:
         """Yield the arguments with zeros for values, under the autocast of the call."""
         with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
             yield tree_map(_make_zeros, self.arguments)

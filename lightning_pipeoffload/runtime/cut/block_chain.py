@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.compiled import compiled_call
 from lightning_pipeoffload.runtime.cut.called_blocks import (
     Containers,
     containers_in,
-    count_parameters,
+    count_outside_largest,
     is_ambiguous,
     names_of_parents,
     outermost,
@@ -245,7 +245,7 @@ def _best_containers(module: nn.Module) -> list[tuple[str, Sequence[str]]]:
 
 
 def _best_of(module: nn.Module, containers: Containers) -> list[tuple[str, Sequence[str]]]:
-    sizes = {path: count_parameters(module, names) for path, names in containers.items()}
+    sizes = {path: count_outside_largest(module, names) for path, names in containers.items()}
     best = max(sizes.values(), default=(0, 0))
     paths = [path for path, each in sizes.items() if each == best > (0, 0)]
     return [(path, containers[path]) for path in outermost(paths)]

@@ -37,7 +37,7 @@ def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
     return *tensor.shape, *tensor_options(tensor)
 
 
-def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
+def classify_blocks(chain: BlockChain, record: StepRecord) -> list[int]:
     """Return the class of each block of the chain; classes are numbered from 0.
 
     The code after the last block counts as work of the last block.
@@ -65,7 +65,7 @@ def _classes(signatures: Sequence[_Signature], keys: Sequence[Any]) -> list[int]
     return class_of_block
 
 
-def classes_by_structure(chain: BlockChain) -> list[int]:
+def classify_by_structure(chain: BlockChain) -> list[int]:
     """Return the class of each block by how it is made alone, before any step has run."""
     signatures = _signatures_of(chain)
     return _classes(signatures, [each.form for each in signatures])
@@ -77,7 +77,7 @@ def find_skippable_blocks(chain: BlockChain, record: StepRecord) -> dict[int, Bl
     An earlier block of the same class runs. A skipped block has no side effect, and only the shapes
     of its output are needed.
     """
-    return _repeated(chain, record, find_classes(chain, record))
+    return _repeated(chain, record, classify_blocks(chain, record))
 
 
 def _with_other_weights(chain: BlockChain, record: StepRecord) -> set[int]:
@@ -90,7 +90,7 @@ def _with_other_weights(chain: BlockChain, record: StepRecord) -> set[int]:
     }
 
 
-def find_alike_saved_bytes(
+def find_alike_blocks(
     chain: BlockChain, record: StepRecord, stages: Iterable[range]
 ) -> dict[int, int]:
     """Map each block that a memory measurement may skip to an earlier one of its stage.
@@ -99,7 +99,7 @@ def find_alike_saved_bytes(
     stage, which also saves shared tensors, such as a mask. A block runs if its segment uses weights
     other than its own.
     """
-    classes = find_classes(chain, record)
+    classes = classify_blocks(chain, record)
     repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)
     alike: dict[int, int] = {}
     for blocks in stages:
@@ -121,7 +121,7 @@ def outputs_without_side_effects(record: StepRecord) -> dict[int, BlockOutput]:
     """Return, by index, the outputs of blocks without side effects, if only shapes are needed."""
     if record.writes.arguments or record.backwards.are_any or not record.calls.is_sequential:
         return {}
-    alone = record.writes.writing_blocks | record.draws.segments
+    alone = record.writes.attribute_writing_blocks | record.draws.segments
     return {
         index: output
         for index, output in enumerate(record.outputs)

@@ -79,7 +79,7 @@ class CallOrder:
         """Return the calls of a block."""
         return self._calls_of[block]
 
-    def leaves_position(self, call: int) -> bool:
+    def goes_to_next_position(self, call: int) -> bool:
         """Return whether a call's output goes to the next position: another block follows it."""
         return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
 
@@ -88,21 +88,21 @@ class CallOrder:
 
         This is the next position, or that of the block itself if its next call follows.
         """
-        return self.blocks[call] + self.leaves_position(call)
+        return self.blocks[call] + self.goes_to_next_position(call)
 
-    def entry(self, block: int) -> int:
+    def entry_call(self, block: int) -> int:
         """Return the call at which the stage that starts with ``block`` receives its input.
 
         It is a call of an earlier block, before the first call of the stage's own blocks.
         """
         later = (call for call, called in enumerate(self.blocks) if called >= block)
         first = next(later, len(self.blocks))
-        return min(first - 1, *filter(self.leaves_position, self.calls_of(block - 1)))
+        return min(first - 1, *filter(self.goes_to_next_position, self.calls_of(block - 1)))
 
-    def last_before(self, block: int) -> int:
+    def last_call_before(self, block: int) -> int:
         """Return the last call of any earlier block: a stage that ends before ``block`` exits."""
         return max(call for call, called in enumerate(self.blocks) if called < block)
 
-    def is_reached(self, block: int, end: int) -> bool:
+    def is_called_before_exit(self, block: int, end: int) -> bool:
         """Return whether a stage that ends before block ``end`` calls ``block`` before it exits."""
-        return self.blocks.index(block) <= self.last_before(end)
+        return self.blocks.index(block) <= self.last_call_before(end)

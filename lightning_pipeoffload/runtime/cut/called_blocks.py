@@ -66,7 +66,7 @@ def _is_parametrization(part: nn.Module) -> bool:
     return any(isinstance(each, ParametrizationList) for each in (part, *part.children()))
 
 
-def count_parameters(module: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+def count_outside_largest(module: nn.Module, names: Iterable[str]) -> tuple[int, int]:
     """Return the number of parameters of all modules but the largest, and of all."""
     sizes = [_num_parameters(module, name) for name in names]
     return sum(sizes) - max(sizes), sum(sizes)
@@ -83,10 +83,10 @@ def is_ambiguous(module: nn.Module, name: str) -> bool:
     """
     containers = containers_in(module)
     entries = containers.get(name, [])
-    if not any(count_parameters(module, names)[0] for names in containers.values()):
+    if not any(count_outside_largest(module, names)[0] for names in containers.values()):
         return False
     return any(
-        count_parameters(module, names)[1]
+        count_outside_largest(module, names)[1]
         and (_are_composed(module, names) or not _is_in(path, entries))
         for path, names in containers.items()
         if path != name
@@ -119,14 +119,14 @@ class CalledChains:
         self._module, self._calls, self._work = module, calls, work
         self._containers = dict(self._find_containers(is_whole))
 
-    def best_first(self) -> list[Names]:
+    def ranked_chains(self) -> list[Names]:
         """Return the names of each chain's blocks, in the order of their calls."""
         chains = (names for each in self._candidates() for names in self._with_copies(each))
         return [*map(list, dict.fromkeys(map(tuple, chains)))]
 
     def _candidates(self) -> Iterator[Names]:
         order = sorted(self._containers, key=self._preference_key)
-        if order and count_parameters(self._module, self._containers[order[0]])[0]:
+        if order and count_outside_largest(self._module, self._containers[order[0]])[0]:
             joined = self._join(self._containers, order[:1], _JOINS * self._work)
             yield [inner for name in joined for inner in self._blocks_inside(name)]
             yield joined
@@ -167,7 +167,7 @@ class CalledChains:
     def _preference_key(self, path: str) -> tuple[bool, int, int]:
         is_dict = isinstance(self._module.get_submodule(path), nn.ModuleDict)
         names = self._containers[path]
-        return is_dict, -count_parameters(self._module, names)[0], self._calls[names[0]].begin
+        return is_dict, -count_outside_largest(self._module, names)[0], self._calls[names[0]].begin
 
     def _join(self, containers: Containers, first: Sequence[str], least: float) -> Names:
         """Return the entries of containers that are called one after another, the largest first."""

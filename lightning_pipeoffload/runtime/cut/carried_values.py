@@ -128,9 +128,9 @@ class FunctionCounter(TorchFunctionMode):
             return result
         self._call += 1
         self.digest = hash((self.digest, getattr(func, "__name__", "")))
-        return self.record_result(self._call, result, args)
+        return self.replace_result(self._call, result, args)
 
-    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def replace_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Return the result of a counted call, or a replacement."""
         return result
 
@@ -190,10 +190,13 @@ class CarriedValues(FunctionCounter):
     """
 
     def __init__(
-        self, received: Sequence[CarriedValue], sent: Sequence[CarriedValue], derivation: str = ""
+        self,
+        received: Sequence[CarriedValue],
+        sent: Sequence[CarriedValue],
+        derivation_note: str = "",
     ) -> None:
         super().__init__()
-        self._derivation = derivation  # see StepRecord
+        self._derivation = derivation_note  # see StepRecord
         self._incoming = [crossing.port for crossing in received if crossing.port]
         self._outgoing = [crossing.port for crossing in sent if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
@@ -203,7 +206,7 @@ class CarriedValues(FunctionCounter):
         self._values: dict[Port, Tensor] = {}
         self._early: dict[Port, Tensor] = {}  # received before the step makes their stand-ins
 
-    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def replace_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Record a result that the stage receives or sends as a carried value."""
         place = self.segment, call
         is_it = place in self._wanted and self._digests[place] == self.digest
@@ -218,7 +221,7 @@ class CarriedValues(FunctionCounter):
         places = self._wanted.get((call + 1, 0))
         return self._replace_carried(0, places, output) if places else output
 
-    def receive(self, tensors: Sequence[Tensor]) -> None:
+    def fill_stand_ins(self, tensors: Sequence[Tensor]) -> None:
         """Set the values of the stand-ins to the received tensors.
 
         Raises:
@@ -236,7 +239,7 @@ class CarriedValues(FunctionCounter):
                 stand_in.receive(tensor)
         self._awaited.clear()
 
-    def to_send(self) -> list[Tensor]:
+    def tensors_to_send(self) -> list[Tensor]:
         """Return the carried values to send to the next stage, in the order of their ports.
 
         Raises:

@@ -14,7 +14,11 @@ from lightning_pipeoffload.runtime.compiled import is_compiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue
-from lightning_pipeoffload.runtime.cut.partition import Stage, stages_from_ends, stages_with
+from lightning_pipeoffload.runtime.cut.partition import (
+    Stage,
+    stage_indices_running,
+    stages_from_ends,
+)
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
 from lightning_pipeoffload.runtime.shapes import describe_origins
@@ -138,14 +142,14 @@ def check_step(
     record: StepRecord,
     chain: BlockChain,
     stages: Sequence[Stage],
-    owners_of: Callable[[str], frozenset[int]],
+    owning_stages: Callable[[str], frozenset[int]],
 ) -> None:
     """Refuse a step that cannot be cut between these stages.
 
     Raises:
         ValueError: The step cannot be cut so; names the line, and code to write instead.
     """
-    for message in _StepChecks(record, chain, stages).refusals(owners_of):
+    for message in _StepChecks(record, chain, stages).refusals(owning_stages):
         raise ValueError(message)
 
 
@@ -163,7 +167,7 @@ def impossible_cuts(
     def is_refused(*starts: int) -> bool:
         stages = stages_from_ends((*starts, len(chain)))  # the last may have no block
         checks = _StepChecks(record, chain, stages)
-        return any(checks.refusals(lambda name: stages_with(stages, segments_of(name))))
+        return any(checks.refusals(lambda name: stage_indices_running(stages, segments_of(name))))
 
     blocks = range(1, len(chain) + 1)  # the last: before the code after all of them
     if not is_refused(*blocks):
@@ -177,9 +181,9 @@ class _StepChecks:
         self._stage_of = {segment: stage.index for stage in stages for segment in stage.segments}
         self._last_start = stages[-1].blocks.start
 
-    def refusals(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
+    def refusals(self, owning_stages: Callable[[str], frozenset[int]]) -> Iterator[str]:
         """Yield the reasons why the step cannot be cut."""
-        yield from self._weight_writes(owners_of)
+        yield from self._weight_writes(owning_stages)
         yield from self._unrepeatable()
         yield from self._brief_hooks()
         yield from self._assumed()
@@ -189,9 +193,9 @@ class _StepChecks:
         yield from self._aliases()
         yield from self._argument_writes()
 
-    def _weight_writes(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
+    def _weight_writes(self, owning_stages: Callable[[str], frozenset[int]]) -> Iterator[str]:
         for name, segment, line, is_new in self._record.writes.weights:
-            others = owners_of(name) - {self._stage_of[segment]}
+            others = owning_stages(name) - {self._stage_of[segment]}
             if others:
                 is_after = segment == len(self._chain)
                 place = "after the blocks" if is_after else f"before {self._block(segment)}"

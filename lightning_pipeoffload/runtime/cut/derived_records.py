@@ -100,7 +100,7 @@ class RecordFamily:
             self._num_further += 1
             self._checked |= _used(weights)
 
-    def replace(self, record: StepRecord, complete: StepRecord) -> None:
+    def replace_base_record(self, record: StepRecord, complete: StepRecord) -> None:
         """Derive further records from a more complete one, if they are derived from ``record``."""
         if self._first is record:
             self._first = complete
@@ -127,7 +127,7 @@ class RecordFamily:
 
     def derive(self, lengths: Lengths) -> StepRecord | None:
         """Return the record interpolated for these lengths; None: the step has to be traced."""
-        if self._num_further < _NUM_FURTHER or not self._is_between(lengths):
+        if self._num_further < _NUM_FURTHER or not self._is_in_traced_range(lengths):
             return None
         weights = self._span.weigh(_monomials(lengths))
         if weights is None or not _used(weights) <= self._checked:
@@ -135,11 +135,11 @@ class RecordFamily:
         numbers, first = self._sum(weights), self._first
         if numbers is None or first is None:
             return None
-        return first.with_lengths(
+        return first.with_length_values(
             _with_numbers(first.length_dependent_values, iter(numbers)), lengths=lengths
         )
 
-    def _is_between(self, lengths: Lengths) -> bool:
+    def _is_in_traced_range(self, lengths: Lengths) -> bool:
         """Whether lengths lie within the traced range, in its steps.
 
         That holds for each length, and for the sum and difference of each two. They differ from the

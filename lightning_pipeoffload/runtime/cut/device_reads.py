@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.shapes import is_sized_by_values, written_arguments
-from lightning_pipeoffload.runtime.users_code import line_of, running_frames
+from lightning_pipeoffload.runtime.users_code import format_source_line, running_frames
 
 aten = torch.ops.aten
 
@@ -88,7 +88,7 @@ class ReadObserver(Observer[DeviceReads]):
     def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _READERS:
             self._record_read(args[0])
-            if self._is_between:
+            if self._is_between_blocks:
                 self._numbers_are_common &= self._is_common(args[0])
 
     def record_below_autograd(self, operation: Operation) -> None:
@@ -100,11 +100,11 @@ class ReadObserver(Observer[DeviceReads]):
                 self._record_read(args[1] if func is aten.copy_.default else args[0])
         elif _reads(func, args):
             self._record_read(args[0])
-        if self._is_between:
+        if self._is_between_blocks:
             self._record_if_common(func, args, kwargs, result)
 
     @property
-    def _is_between(self) -> bool:
+    def _is_between_blocks(self) -> bool:
         """Whether code between the blocks runs."""
         segment, is_in_block = self._trace.point
         return not is_in_block and segment < len(self._trace.chain)
@@ -113,7 +113,7 @@ class ReadObserver(Observer[DeviceReads]):
         """Record the line that reads a tensor, if that is on the device."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
             frame = _innermost_user_frame()
-            line = line_of(frame.f_code.co_filename, frame.f_lineno)
+            line = format_source_line(frame.f_code.co_filename, frame.f_lineno)
             self._part.lines.setdefault(line, self._trace.chain.describe_point(*self._trace.point))
 
     def _record_if_common(

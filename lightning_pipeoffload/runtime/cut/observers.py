@@ -49,7 +49,7 @@ class RunningTrace(Protocol):
     def point(self) -> StepPoint:
         """The point of the step that is running."""
 
-    def segment_of(self, tensors: Iterable[Any]) -> int:
+    def segment_of_operation(self, tensors: Iterable[Any]) -> int:
         """Return the segment of an operation on tensors, at this point."""
 
 

@@ -69,6 +69,6 @@ class BackwardObserver(Observer[UserBackwards]):
         inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
         sources = [getattr(leaf, "source", None) for leaf in inputs]
         goals = {_ELSEWHERE if source is None else source.position for source in sources}
-        segment = self._trace.segment_of(tensors_in(outputs))
+        segment = self._trace.segment_of_operation(tensors_in(outputs))
         started = StartedBackward(segment, frozenset(goals or {_ELSEWHERE}), running_user_line())
         self._part.between.append(started)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.shapes import num_values
+from lightning_pipeoffload.runtime.shapes import num_unpacked_values
 from lightning_pipeoffload.runtime.users_code import Slot, StepPoint
 from lightning_pipeoffload.schedule import Costs
 
@@ -41,7 +41,7 @@ class CutSettings:
     memory: tuple[float, ...] = ()  # of each stage's device in bytes; (): all have as much
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def ranks_for_errors(self) -> tuple[int, ...]:
         """The rank of each stage, for error messages."""
         return self.global_ranks or self.stage_ranks
 
@@ -111,8 +111,8 @@ class Stage:
         """Return whether the stage runs a point of the step, with or without values."""
         if not point.is_in_block:
             return point.segment <= max(self.segments)
-        is_reached = record.calls.is_reached(point.segment, self.blocks.stop)
-        runs_remote = is_reached and not record.output_shapes_suffice(point.segment)
+        is_called_before_exit = record.calls.is_called_before_exit(point.segment, self.blocks.stop)
+        runs_remote = is_called_before_exit and not record.output_shapes_suffice(point.segment)
         return point.segment in self.blocks or runs_remote
 
 
@@ -147,15 +147,17 @@ def estimate_costs(
     """
     unit = sum(record.work.forward_flops[: len(chain)]) / len(chain) or 1.0
     weight = record.work.weight_flops
-    in_b = [w if record.work.has_short_weight(segment) else 0 for segment, w in enumerate(weight)]
+    in_b = [
+        w if record.work.has_short_weight_grad(segment) else 0 for segment, w in enumerate(weight)
+    ]
     if head_weight_grad == "B":
         in_b[-1] = weight[-1]
     forward = tuple(n / unit for n in record.work.forward_flops)
     for_input = tuple((n + w) / unit for n, w in zip(record.work.input_flops, in_b, strict=True))
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
-    parameters = _sum_sizes(slots, find_segments(slots, chain, record), chain)
+    parameters = _sum_sizes(slots, find_segment_uses(slots, chain, record), chain)
     sent = {
-        block: sum(spec.num_bytes for spec in record.payload_over(block))
+        block: sum(spec.num_bytes for spec in record.payload_specs_before(block))
         for block in range(1, len(chain) + 1)
     }
     return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit, sent)
@@ -187,11 +189,11 @@ def _sum_sizes(
     sizes = [0] * (len(chain) + 1)
     for slot in slots:
         if slot.kind == "_parameters":
-            sizes[min(segments[slot.name])] += num_values(slot.tensor)
+            sizes[min(segments[slot.name])] += num_unpacked_values(slot.tensor)
     return sizes
 
 
-def find_segments(
+def find_segment_uses(
     slots: Iterable[Slot], chain: BlockChain, record: StepRecord
 ) -> dict[str, set[int]]:
     """Return, by name, the segments that need each parameter and buffer.
@@ -313,7 +315,7 @@ def stages_from_ends(ends: Iterable[int]) -> list[Stage]:
     return [*stages[:-1], replace(stages[-1], segments=stages[-1].segments | {bounds[-1]})]
 
 
-def stages_with(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
+def stage_indices_running(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
     """Return the indices of the stages that run any of ``segments``."""
     return frozenset(stage.index for stage in stages if stage.segments & segments)
 
@@ -326,7 +328,7 @@ def _choose_block_counts(
 ) -> list[int]:
     num_stages = ranks.num_stages
     if split == "auto":
-        parts, sent = _weights(costs), _weights_of_cuts(costs.sent, num_blocks)
+        parts, sent = _segment_loads(costs), _weights_of_cuts(costs.sent, num_blocks)
         weights = [*parts[:-2], parts[-2] + parts[-1]]  # what follows the last block is with it
         heaviest, best = _balance(weights, sent, ranks, costs.impossible)
         if not best and ranks.memory_limits.limits:
@@ -355,7 +357,7 @@ def _choose_block_counts(
     return counts
 
 
-def _weights(costs: SegmentCosts) -> list[float]:
+def _segment_loads(costs: SegmentCosts) -> list[float]:
     mean = sum(costs.parameters) / len(costs.parameters) or 1.0
     return [
         work + _PARAMETER_SHARE * (count / mean + 1e-3)
@@ -461,7 +463,7 @@ def stage_costs(
         backward_weight=total(costs.backward_weight),
         activation=tuple(float(len(stage.blocks)) for stage in stages),
     )
-    return summed.slowed(slowness) if slowness else summed
+    return summed.scale_compute_times(slowness) if slowness else summed
 
 
 @dataclass(frozen=True)
@@ -509,7 +511,7 @@ class SegmentUses:
 
     def add_record(self, slots: Iterable[Slot], record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
-        new_uses = find_segments(slots, self._chain, record)
+        new_uses = find_segment_uses(slots, self._chain, record)
         computed = {n for n in new_uses if n not in self._trainable and record.segments[n]}
         for name in (
             computed - self._computed_buffers

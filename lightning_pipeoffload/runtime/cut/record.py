@@ -130,7 +130,7 @@ class StepRecord(RecordPart):
         return [replace(self, sequence_slice=part, sequence_slices=parts) for part in parts]
 
     @property
-    def derivation(self) -> str:
+    def derivation_note(self) -> str:
         """The end of an error message if the record, derived from others, may be wrong; else ""."""
         if self.lengths is None:
             return ""
@@ -149,20 +149,27 @@ class StepRecord(RecordPart):
         before = [point for point in self.kernels if point.segment < self.calls.num_blocks]
         return any(not (p.is_in_block and self.output_shapes_suffice(p.segment)) for p in before)
 
-    def carried_over(self, block: int) -> list[CarriedValue]:
+    def carried_values_before(self, block: int) -> list[CarriedValue]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
         crossing = [(c.port, c) for c in self.carried_values if c.port and c.crosses(block)]
         return [each for _, each in sorted(crossing, key=itemgetter(0))]
 
-    def calls_sent_over(self, block: int) -> list[int]:
+    def calls_sent_before(self, block: int) -> list[int]:
         """List the calls whose outputs are sent over the cut before ``block``."""
-        return [call for call in self.calls.calls_of(block - 1) if self.calls.leaves_position(call)]
+        return [
+            call
+            for call in self.calls.calls_of(block - 1)
+            if self.calls.goes_to_next_position(call)
+        ]
 
-    def payload_over(self, block: int) -> list[TensorSpec]:
+    def payload_specs_before(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
-        calls = self.calls_sent_over(block)
+        calls = self.calls_sent_before(block)
         outputs = [spec for call in calls for spec in self._output_specs(call)]
-        return [*outputs, *(crossing.spec_before(block) for crossing in self.carried_over(block))]
+        return [
+            *outputs,
+            *(crossing.spec_before(block) for crossing in self.carried_values_before(block)),
+        ]
 
     def _output_specs(self, call: int) -> list[TensorSpec]:
         whole, part = self.outputs[call].payload, self.sequence_slice
@@ -211,21 +218,21 @@ class StageRecord:
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:
         start, stop = blocks.start, blocks.stop
-        self.specs_in = step.payload_over(start) if start else []
-        self.specs_out = [] if is_last else step.payload_over(stop)
+        self.specs_in = step.payload_specs_before(start) if start else []
+        self.specs_out = [] if is_last else step.payload_specs_before(stop)
         self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
-        self.received_values = step.carried_over(start) if start else []
-        self.sent_values = [] if is_last else step.carried_over(stop)
+        self.received_values = step.carried_values_before(start) if start else []
+        self.sent_values = [] if is_last else step.carried_values_before(stop)
         self.calls = step.calls.blocks
-        self.entry = step.calls.entry(start) if start else -1
+        self.entry = step.calls.entry_call(start) if start else -1
         self.received_outputs: dict[int, slice] = {}
         self.num_output_tensors = 0
-        for call in step.calls_sent_over(start) if start else ():
+        for call in step.calls_sent_before(start) if start else ():
             end = self.num_output_tensors + len(step.outputs[call].payload)
             self.received_outputs[call] = slice(self.num_output_tensors, end)
             self.num_output_tensors = end
-        self.sent = frozenset(() if is_last else step.calls_sent_over(stop))
-        self.exit = -1 if is_last else step.calls.last_before(stop)
+        self.sent = frozenset(() if is_last else step.calls_sent_before(stop))
+        self.exit = -1 if is_last else step.calls.last_call_before(stop)
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.seed_segment = segment_seeder(step.draws.outside_torch)
         self.may_call_kernels = step.may_call_kernels()

@@ -34,11 +34,11 @@ class RecordPart:
         values = (getattr(self, name) for name in self._names_by_lengths)
         return tuple(v.length_dependent_values if isinstance(v, RecordPart) else v for v in values)
 
-    def with_lengths(self, values: tuple[Any, ...], **others: Any) -> Self:
+    def with_length_values(self, values: tuple[Any, ...], **others: Any) -> Self:
         """Return a copy with other :attr:`length_dependent_values`, and other ``others``."""
         for name, value in zip(self._names_by_lengths, values, strict=True):
             part = getattr(self, name)
-            others[name] = part.with_lengths(value) if isinstance(part, RecordPart) else value
+            others[name] = part.with_length_values(value) if isinstance(part, RecordPart) else value
         return replace(self, **others)
 
     def freeze(self) -> None:

@@ -53,7 +53,7 @@ class RemoteTensorHooks:
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
         self._module = module
         self._unsaved = unsaved
-        self._shapes = [(slot, slot.tensor) for slot in absent_in(module)]
+        self._shapes = [(slot, slot.tensor) for slot in find_remote_slots(module)]
         self._real: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         for holder in {id(slot.module): slot.module for slot, _ in self._shapes}.values():
@@ -75,7 +75,7 @@ class RemoteTensorHooks:
     def _materialize_before_load(
         self, holder: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
     ) -> None:
-        for slot in [s for s in absent_in(self._module) if s.module is holder]:
+        for slot in [s for s in find_remote_slots(self._module) if s.module is holder]:
             loaded: Any = state.get(prefix + slot.attribute)
             if slot.name in self._unsaved:
                 slot.put(self._unsaved[slot.name].clone())
@@ -90,15 +90,15 @@ class RemoteTensorHooks:
 
     def remove_if_complete(self) -> None:
         """Remove the hooks once all tensors have values."""
-        if not absent_in(self._module):
+        if not find_remote_slots(self._module):
             self._remove_hooks()
 
     def _refuse(self, holder: nn.Module, args: Any) -> None:
-        if any(slot.module is holder for slot in absent_in(self._module)):
-            raise RuntimeError(explain_absent(self._module))
+        if any(slot.module is holder for slot in find_remote_slots(self._module)):
+            raise RuntimeError(format_absent_error(self._module))
 
 
-def absent_in(module: nn.Module) -> list[Slot]:
+def find_remote_slots(module: nn.Module) -> list[Slot]:
     """List the slots of a module that hold shapes."""
     return [slot for slot in find_slots(module) if isinstance(slot.tensor, RemoteTensor)]
 
@@ -148,7 +148,7 @@ def _real_options(shape: Tensor) -> dict[str, Any]:
     return options
 
 
-def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: bool) -> list[str]:
+def load_4bit_weights(module: nn.Module, state: Mapping[str, Any], is_split: bool) -> list[str]:
     """Load the 4-bit weights of a state dict with their quantization states.
 
     ``Module.load_state_dict`` does not know these entries, and Lightning's 4-bit layers leave
@@ -174,9 +174,9 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
     return keys
 
 
-def explain_absent(module: nn.Module) -> str:
+def format_absent_error(module: nn.Module) -> str:
     """Return an error message with the names of absent tensors and a remedy."""
-    names = [slot.name for slot in absent_in(module)]
+    names = [slot.name for slot in find_remote_slots(module)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"{', '.join(names[:3])}{more} of {type(module).__name__} are on other ranks since it was "
@@ -216,7 +216,7 @@ class _Mark:
 
 
 class ModuleCopies:
-    """Finds the deep copies of a module and of its submodules, until :meth:`remove`."""
+    """Finds the deep copies of a module and of its submodules, until :meth:`stop_tracking`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -248,7 +248,7 @@ class ModuleCopies:
             elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _value_like(shape, of_copy)))
 
-    def remove(self) -> None:
+    def stop_tracking(self) -> None:
         """Stop tracking copies for good."""
         for part in [*self._module.modules(), *(copied for _, copied in self._copied)]:
             part.__dict__.pop(_MARK, None)

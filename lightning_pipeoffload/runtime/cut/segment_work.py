@@ -64,7 +64,7 @@ class SegmentWork(RecordPart):
         """Return no work of so many segments."""
         return cls([0] * num_segments, [0] * num_segments, [0] * num_segments)
 
-    def has_short_weight(self, segment: int) -> bool:
+    def has_short_weight_grad(self, segment: int) -> bool:
         """Return whether W of a segment is too short to be worth the memory of deferring it."""
         return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 

@@ -269,7 +269,7 @@ class SplitModule:
         owned = [name for name in names if name in self.owners]
         return [name for name in owned if len(self._ranks_of(name)) > 1]
 
-    def ranks_sharing(self) -> list[tuple[int, ...]]:
+    def sharing_rank_sets(self) -> list[tuple[int, ...]]:
         """List every set of ranks that share a parameter, in the same order on every rank."""
         all_ranks = {self._ranks_of(name) for name in self.owners if name in self.trainable}
         return sorted(ranks for ranks in all_ranks if len(ranks) > 1)
@@ -279,7 +279,7 @@ class SplitModule:
         return [
             tensor
             for name, tensor in self.local_tensors().items()
-            if name not in self.trainable and self.is_everywhere(name)
+            if name not in self.trainable and self.is_on_every_stage(name)
         ]
 
     def owner_of(self, key: str) -> int | None:
@@ -300,10 +300,10 @@ class SplitModule:
         """List this rank's parameters and buffers, each once; in the same order on all replicas."""
         return list({id(t): t for t in self.local_tensors().values()}.values())
 
-    def with_local_stages(self) -> dict[str, tuple[Tensor, frozenset[int]]]:
+    def parameters_with_local_stages(self) -> dict[str, tuple[Tensor, frozenset[int]]]:
         """Return this rank's parameters by name, each with the local stages that use it."""
         return {
-            name: (tensor, self.owners_of(name) & self._local)
+            name: (tensor, self.owning_stages(name) & self._local)
             for name, tensor in self.canonical_parameters().items()
         }
 
@@ -319,17 +319,17 @@ class SplitModule:
         common = [frozenset(self.stage_ranks[s] for s in self.owners[name]) for name in names]
         return max(frozenset.intersection(*common), default=None) if common else None
 
-    def is_everywhere(self, name: str) -> bool:
+    def is_on_every_stage(self, name: str) -> bool:
         """Whether every stage has a parameter or buffer."""
         return len(self.owners[name]) == len(self.stage_ranks)
 
-    def owners_of(self, name: str) -> frozenset[int]:
+    def owning_stages(self, name: str) -> frozenset[int]:
         """Return the stages that own a parameter or buffer, by any of its names."""
         return frozenset().union(*(self.owners[alias] for alias in self.aliases(name)))
 
     def _find_shared_weights(self) -> list[SharedWeight]:
         weights = (
-            SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owners_of(name))))
+            SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owning_stages(name))))
             for name, tensor in self.canonical_parameters().items()
         )
         return [weight for weight in weights if len(weight.stages) > 1]
@@ -339,7 +339,7 @@ class SplitModule:
         return self._names_of[self.identity[name]]
 
     def _ranks_of(self, name: str) -> tuple[int, ...]:
-        return tuple(sorted({self.stage_ranks[stage] for stage in self.owners_of(name)}))
+        return tuple(sorted({self.stage_ranks[stage] for stage in self.owning_stages(name)}))
 
     def _is_common_buffer(self, slot: Slot) -> bool:
         return slot.kind == "_buffers" and slot.name in self._common

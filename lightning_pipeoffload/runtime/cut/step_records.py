@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import BlockOutput, has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime import BlockOutput, has_drawn_outside_torch, mix_seed, seed_all
 from lightning_pipeoffload.runtime.batch import batch_leaves, shape_signature
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
@@ -116,7 +116,7 @@ class StepRecords:
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
-    def cut_anew(self, num_stages: int) -> None:
+    def prepare_new_cut(self, num_stages: int) -> None:
         """Prepare for a new cut into ``num_stages`` stages: no record is assigned to these yet."""
         if (num_stages > 1) != (self._num_stages > 1):  # sizes count between stages only
             self.forget()
@@ -124,7 +124,7 @@ class StepRecords:
         self._ran.clear()
         self._running.clear()
 
-    def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
+    def find_or_trace(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return the record of a step for a microbatch; trace the step if there is none.
 
         Raises:
@@ -138,7 +138,7 @@ class StepRecords:
             if earlier is not None:
                 return earlier
         self._before_trace()
-        trial = self._trial(part, step, seed)
+        trial = self._make_trial(part, step, seed)
         sizes = self._trace_sizes(key, trial)
         earlier = self._find_known(key, sizes)
         if earlier is not None:
@@ -158,7 +158,7 @@ class StepRecords:
             families = self._families.setdefault(shapes[:-1], {})
             families.setdefault(record.flags.flag_values, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
-            self._record_training(record)
+            self._update_always_trained(record)
         return record
 
     def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
@@ -172,24 +172,24 @@ class StepRecords:
         families = {} if shapes in self._underivable else self._families.get(shapes[:-1], {})
         for flag_values, family in families.items():
             record = family.derive(shapes[-1])
-            if record is None or not record.flags.match_batch(_tensors_of(part)):
+            if record is None or not record.flags.matches_batch(_tensors_of(part)):
                 continue
             key = shapes, flag_values
-            if key in self._confirmed or self._is_confirmed(record, part, step, seed):
+            if key in self._confirmed or self._matches_trace(record, part, step, seed):
                 self._confirmed.add(key)
                 self._cache_record(key, (), record)
                 return record
             self._underivable.add(shapes)
         return None
 
-    def _is_confirmed(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> bool:
+    def _matches_trace(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> bool:
         """Whether the code between the blocks makes the operations that a derived record has."""
         self._before_trace()
         trace = StepTrace(*self._traced, observes=False, calls=record.calls)
         trace.outputs = outputs_without_side_effects(record)
         # An error here occurs again in the whole trace, which explains it.
         with suppress(ValueNeededError, Exception), trace.tracing():
-            self._trial(part, step, seed)()
+            self._make_trial(part, step, seed)()
         return trace.record.work.between == record.work.between
 
     def _cache_record(self, key: Any, sizes: Any, record: StepRecord) -> None:
@@ -241,7 +241,7 @@ class StepRecords:
         """
 
         def trace(some: Any) -> StepRecord:
-            trial = self._trial(some, step, seed)
+            trial = self._make_trial(some, step, seed)
             trace = StepTrace(*self._traced, compared=self._written_long)
             trial.trace = trace
             return trace.trace(trial)
@@ -254,24 +254,24 @@ class StepRecords:
             self.mark_as_run(complete)
         for families in self._families.values():
             for family in families.values():
-                family.replace(record, complete)
+                family.replace_base_record(record, complete)
         return complete
 
-    def propose_blocks(self, part: Any, step: UsersStep, seed: int) -> str:
+    def describe_other_blocks(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return the end of an error that names other blocks at which a step could be cut."""
         if not torch.is_grad_enabled():  # an evaluation runs as a whole then
             return ""
         if self._calls_blocks_at_random(part, step, seed):
             return _DRAWN
-        trial = self._trial(part, step, seed)
-        proposal = self._trial_cuts(trial).propose_blocks(self._chain, self._num_stages)
+        trial = self._make_trial(part, step, seed)
+        proposal = self._trial_cuts(trial).describe_other_blocks(self._chain, self._num_stages)
         return f"; it could be cut with {proposal}" if proposal else ""
 
     def _calls_blocks_at_random(self, part: Any, step: UsersStep, seed: int) -> bool:
         """Return whether which blocks a step calls depends on random numbers."""
         self._chain.release()
         try:
-            trials = (self._trial(part, step, mix_seed(seed, n)) for n in range(_NUM_DRAWS))
+            trials = (self._make_trial(part, step, mix_seed(seed, n)) for n in range(_NUM_DRAWS))
             orders = {self._trial_cuts(each).find_call_order(self._chain).blocks for each in trials}
         finally:
             self._chain.intercept()
@@ -280,9 +280,9 @@ class StepRecords:
     def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
         """Return chains of blocks at which a step could be cut, by its calls; the best first."""
         self._before_trace()
-        return self._trial_cuts(self._trial(part, step, seed)).best_first()
+        return self._trial_cuts(self._make_trial(part, step, seed)).ranked_chains()
 
-    def _trial(self, part: Any, step: UsersStep, seed: int) -> _Trial:
+    def _make_trial(self, part: Any, step: UsersStep, seed: int) -> _Trial:
         return _Trial(step, part, mix_seed(seed, 0), self.generators)
 
     def _trial_cuts(self, trial: _Trial) -> TrialCuts:
@@ -295,7 +295,7 @@ class StepRecords:
         for flag_values, flags in self._flags.get(shapes, {}).items():
             if flags.calls and leaves is None:
                 leaves = _tensors_of(part)
-            if not flags.calls or flags.match_batch(leaves or ()):
+            if not flags.calls or flags.matches_batch(leaves or ()):
                 return flag_values
         return None
 
@@ -309,7 +309,7 @@ class StepRecords:
             call()
         return beginning.sizes_before(until)
 
-    def _record_training(self, record: StepRecord) -> None:
+    def _update_always_trained(self, record: StepRecord) -> None:
         trained = record.trained or set()
         if self._first_of_training is None:
             self._first_of_training = record
@@ -317,7 +317,7 @@ class StepRecords:
         else:
             self.always_trained &= trained
 
-    def always_train(self, names: Set[str]) -> bool:
+    def is_always_trained(self, names: Set[str]) -> bool:
         """Return whether the parameter with these names gets a gradient in every training step."""
         return not self.always_trained.isdisjoint(names)
 
@@ -356,12 +356,12 @@ class StepRecords:
                 continue
             if log is not None:
                 outputs = find_skippable_blocks(self._chain, record)
-                repeat = partial(self._repeat, call, assumed, calls, outputs)
-                record = replace(record, unrepeatable=self._compare_runs(log, repeat))
+                repeat = partial(self._log_rerun, call, assumed, calls, outputs)
+                record = replace(record, unrepeatable=self._find_unrepeatable_call(log, repeat))
             error = None  # its frames hold the batch, and this one it
             return record
         assert error is not None
-        raise self._explain(error) from None
+        raise self._make_user_error(error) from None
 
     def _trace_with_retries(
         self, call: _Trial, log: _Log | None, assumed: _Flags, calls: CallOrder
@@ -379,7 +379,7 @@ class StepRecords:
             log.clear()
         return self._trace_with_retries(call, log, assumed, calls)
 
-    def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> RecordedCall | None:
+    def _find_unrepeatable_call(self, log: _Log, repeat: Callable[[], _Log]) -> RecordedCall | None:
         """Return the first value that differs in another run."""
         before = record_globals(self._module)
         again = repeat()
@@ -387,7 +387,7 @@ class StepRecords:
         # A call that only the first run makes fills a cache.
         return _first_difference(again, repeat()) if _first_difference(log, again) else None
 
-    def _repeat(
+    def _log_rerun(
         self,
         call: Callable[[], Any],
         assumed: _Flags,
@@ -408,7 +408,7 @@ class StepRecords:
                     raise
         return log
 
-    def _explain(self, error: AssumedValueError) -> Exception:
+    def _make_user_error(self, error: AssumedValueError) -> Exception:
         if not error.is_in_block:
             return error.cause
         block, line = list(error.record.assumed.items())[-1]
@@ -491,7 +491,7 @@ class _Trial:
             return self._step(copied, TRACE)
         finally:
             self._generators.find()  # the step may have made one
-            self.draws_outside_torch |= has_drawn_since(self._seed)
+            self.draws_outside_torch |= has_drawn_outside_torch(self._seed)
             self.changes_batch |= not is_unchanged(before, fingerprint_batch(copied))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.shapes import (
     OF_SHARD,
     ShapeOnly,
-    quantize_stand_in,
+    quantize_stand_in_if_4bit,
     sharding_of,
     storage_key,
 )
@@ -50,7 +50,7 @@ class StrippedModule:
             if sharding_of(like) is not None:  # of a layer that tensor ranks share
                 origins, self.has_shards = origins | OF_SHARD, True
             stand_in = ShapeOnly(meta, self._device, origins, trains)
-            quantize_stand_in(stand_in, slot)
+            quantize_stand_in_if_4bit(stand_in, slot)
             slot.put(stand_in)
             if slot.kind == "_parameters":
                 stand_in.is_weight = True  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ class StrippedModule:
         """Return the name of the parameter that a tensor replaces; None if there is none."""
         return self._weights.get(id(tensor))
 
-    def weight_in(self, memory: int) -> str | None:
+    def weight_of_storage(self, memory: int) -> str | None:
         """Return the name of the parameter that has a memory; None if none has."""
         return self._weight_names.get(memory)
 

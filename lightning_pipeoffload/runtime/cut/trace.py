@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime import (
     leaves_of,
     without_garbage_collection,
 )
-from lightning_pipeoffload.runtime.batch import sample_counts
+from lightning_pipeoffload.runtime.batch import possible_sample_counts
 from lightning_pipeoffload.runtime.compiled import force_eager
 from lightning_pipeoffload.runtime.cut.batch_sizes import SizeObserver
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentObserver
@@ -171,9 +171,9 @@ class StepTrace:
         """The number of calls of blocks that have returned."""
         return self._values.segment
 
-    def segment_of(self, tensors: Iterable[Any]) -> int:
+    def segment_of_operation(self, tensors: Iterable[Any]) -> int:
         """Return the segment of an operation on tensors, at the present point of the step."""
-        return self._values.position_of(tensors)
+        return self._values.position_of_operation(tensors)
 
     @property
     def point(self) -> StepPoint:
@@ -204,12 +204,12 @@ class StepTrace:
             with self.tracing():
                 try:
                     result = run()
-                    found["result_counts"] = sample_counts(result)
+                    found["result_counts"] = possible_sample_counts(result)
                     found |= self._record_loss(result)
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.register_from_error(error, self.chain.blocks):
                         raise KernelFoundError from error
-                    self._accept_or_raise(self._kernels.explain(error))
+                    self._accept_or_raise(self._kernels.error_with_reason(error))
                     found["is_certain"] = False
                 self._finish()
             self._checks.check_complete(self.num_calls)
@@ -243,7 +243,7 @@ class StepTrace:
         elif isinstance(error, AddressNeededError):
             raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
         elif self.segment < len(self.chain):  # other blocks may enclose the line
-            raise CallsError(_explain(error, self.chain, self.segment)) from None
+            raise CallsError(_explain_value_needed(error, self.chain, self.segment)) from None
         unused = self._values.blocks_with_escaped_tensors()
         if unused:
             block, (first, *_) = self.chain.block_name(min(unused)), (str(error) + "\n").split("\n")
@@ -261,7 +261,7 @@ class StepTrace:
         module = self.module
         with ExitStack() as stack:
             stack.enter_context(without_garbage_collection())
-            stack.enter_context(_same_grad_mode())
+            stack.enter_context(_without_inference_mode())
             stack.enter_context(_without_cached_casts())
             stack.enter_context(self._kernels.running_on_zeros(self._record_kernel))
             changed = stack.enter_context(restoring_attributes(module))
@@ -272,16 +272,18 @@ class StepTrace:
             self.stripped.strip(slots)
             mark_slots(slots, self.chain)
             stack.enter_context(ActiveStepRun(self.chain, self))
-            stack.enter_context(self._writes.recording_saved())
+            stack.enter_context(self._writes.recording_saved_tensors())
             for observer in self._observers:
                 stack.enter_context(observer.recording())
             stack.enter_context(
-                ACTIVE_SETTINGS.during(StepRules(self._observe, self._assume, self._drops_write))
+                ACTIVE_SETTINGS.during(
+                    StepRules(self._observe, self._choose_assumed_values, self._drops_write)
+                )
             )
             chunks = ChunkCallbacks(self.around_loss_chunks, self._samples.record_weights_of_chunks)
             stack.enter_context(ACTIVE_SETTINGS.during(chunks))
             stack.enter_context(self._values)
-            stack.enter_context(_Operations(self._run_operation))
+            stack.enter_context(_OperationInterceptor(self._run_operation))
             yield
         self._writes.record_in_place_changes(changed)
 
@@ -319,8 +321,10 @@ class StepTrace:
         if output is None:
             return run()
         form = self.device, self.chain.output_origins(index)
-        metas = zip(output.metas, output.payload, strict=True)
-        return output.fill([ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in metas])
+        meta_tensors = zip(output.meta_tensors, output.payload, strict=True)
+        return output.fill(
+            [ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in meta_tensors]
+        )
 
     def _record_kernel(self, name: str, arguments: Any) -> None:
         self.record.kernels.add(self.point)
@@ -333,7 +337,7 @@ class StepTrace:
 
     def _run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation below autograd, on tensors with values or without."""
-        segment = self.segment_of(args)
+        segment = self.segment_of_operation(args)
         if self._is_in_block or self.segment == len(self.chain):
             result = func(*args, **kwargs)
         else:
@@ -347,7 +351,7 @@ class StepTrace:
         if not self._observes:
             return
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
-        segment = self.segment_of(tensors)
+        segment = self.segment_of_operation(tensors)
         operation = Operation(func, args, {}, result, segment)
         for method in self._on_operation:
             method(operation)
@@ -364,9 +368,9 @@ class StepTrace:
             self.record.segments[name].add(segment)
         self._dropped.clear()
         direct = [self.stripped.weight_name(tensor) for tensor in tensors]
-        if self._values.is_between_repeated and tensors:
+        if self._values.is_between_repeated_calls and tensors:
             used = [
-                self._values.weights_of(tensor) if name is None else frozenset((name,))
+                self._values.sole_source_weights(tensor) if name is None else frozenset((name,))
                 for tensor, name in zip(tensors, direct, strict=True)
             ]
             if all(used):
@@ -379,7 +383,7 @@ class StepTrace:
         """Return a context for the chunks of a loss."""
         return self._work.around_loss_chunks()
 
-    def _assume(self) -> AssumedValues | None:
+    def _choose_assumed_values(self) -> AssumedValues | None:
         """Make up values inside a block or after the blocks, where stages have real values."""
         if self._is_in_block and self._num_in_block < _MOST_ASSUMED:
             self._num_in_block += 1
@@ -417,7 +421,7 @@ class StepTrace:
             observer.record_loss(loss)
         if self.segment != len(self.chain):
             return {}
-        reach = self._values.record_backward(loss)
+        reach = self._values.trace_loss_graph(loss)
         named = [(self.stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
         uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
         # An expert without rows gets no gradient.
@@ -450,7 +454,7 @@ class AssumedValueError(Exception):
         self.is_in_block = is_in_block
 
 
-def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+def _explain_value_needed(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
     return (
         f"the step cannot be cut into stages, for only one of them has what it needs before "
         f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it after "
@@ -460,7 +464,7 @@ def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
 
 
 @contextmanager
-def _same_grad_mode() -> Iterator[None]:
+def _without_inference_mode() -> Iterator[None]:
     is_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
         yield
@@ -477,7 +481,7 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class _Operations(TorchDispatchMode):
+class _OperationInterceptor(TorchDispatchMode):
     """Has each operation run by a function."""
 
     def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -45,19 +45,19 @@ class TrialCuts:
         self._module, self._device, self._kernels = module, device, kernels
         self._call = call
 
-    def best_first(self) -> list[list[str]]:
+    def ranked_chains(self) -> list[list[str]]:
         """Return chains of blocks, by names, that have at least half of the step's work.
 
         Chains whose blocks are called once come before those with blocks called several times.
         """
         made = self._record_calls()
         candidates: list[list[str]] = []
-        for calls in (made.single_calls(), made.all_calls()):
+        for calls in (made.modules_called_once(), made.summed_calls()):
             chains = CalledChains(self._module, calls, made.work)
-            candidates += [names for names in chains.best_first() if chains.holds_most(names)]
+            candidates += [names for names in chains.ranked_chains() if chains.holds_most(names)]
         return [names for index, names in enumerate(candidates) if names not in candidates[:index]]
 
-    def propose_blocks(self, chain: BlockChain, num_stages: int) -> str:
+    def describe_other_blocks(self, chain: BlockChain, num_stages: int) -> str:
         """Return the ``blocks=...`` argument with which a trial trace of the step succeeds.
 
         "" if there is none.
@@ -69,8 +69,10 @@ class TrialCuts:
         chain.release()
         try:
             made = self._record_calls()
-            chains = CalledChains(self._module, made.single_calls(), made.work, is_whole=False)
-            proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
+            chains = CalledChains(
+                self._module, made.modules_called_once(), made.work, is_whole=False
+            )
+            proposals = (n for n in chains.ranked_chains() if len(n) >= max(num_stages, 2))
             for names in islice(proposals, _MOST_TRIALS):
                 if self._can_cut(names):
                     return format_blocks_argument(self._module, names)
@@ -145,13 +147,13 @@ class _ModuleCalls:
         """Return the calls of a module, which may have several names."""
         return self._calls.get(self._names[part], [])
 
-    def single_calls(self) -> dict[str, ModuleCall]:
+    def modules_called_once(self) -> dict[str, ModuleCall]:
         """Return the calls of modules that are called once."""
         return {
-            name: call for name, call in self.all_calls().items() if len(self._calls[name]) == 1
+            name: call for name, call in self.summed_calls().items() if len(self._calls[name]) == 1
         }
 
-    def all_calls(self) -> dict[str, ModuleCall]:
+    def summed_calls(self) -> dict[str, ModuleCall]:
         """Return the first call of each module, with the work of all its calls."""
         return {
             name: ModuleCall(
@@ -167,7 +169,7 @@ class _ModuleCalls:
 
     def _begin(self, part: nn.Module, args: tuple[Any, ...]) -> None:
         self._count += 1
-        self._begun.append((part, self._count, *self._seen()))
+        self._begun.append((part, self._count, *self._work_and_reads()))
 
     def _end(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         while self._begun:
@@ -177,7 +179,7 @@ class _ModuleCalls:
         else:
             return
         self._count += 1
-        now = self._seen()
+        now = self._work_and_reads()
         if part in self._names:
             name = self._names[part]
             has_graph = torch.is_grad_enabled()
@@ -186,5 +188,5 @@ class _ModuleCalls:
             if self._trains and is_in_autograd_function():
                 self._in_functions.add(name)
 
-    def _seen(self) -> tuple[int, int]:
+    def _work_and_reads(self) -> tuple[int, int]:
         return self.work, self._trace.num_assumed

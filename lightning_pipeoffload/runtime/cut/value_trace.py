@@ -106,16 +106,16 @@ class ValueTrace(FunctionCounter):
         return (
             self._calls.least_remaining_positions[self.segment]
             if self._running is None
-            else self._block
+            else self._running_block
         )
 
     @property
-    def _block(self) -> int:
+    def _running_block(self) -> int:
         assert self._running is not None
         return self._calls.blocks[self._running]
 
     @property
-    def is_between_repeated(self) -> bool:
+    def is_between_repeated_calls(self) -> bool:
         """Whether code between repeated calls of blocks runs: its operands decide its position."""
         return (
             self._running is None
@@ -123,11 +123,13 @@ class ValueTrace(FunctionCounter):
             and self.position < len(self._chain)
         )
 
-    def position_of(self, tensors: Iterable[Any]) -> int:
+    def position_of_operation(self, tensors: Iterable[Any]) -> int:
         """Return the position of an operation on some tensors, at the present point of the step."""
-        if not self.is_between_repeated:
+        if not self.is_between_repeated_calls:
             return self.position
-        return max(self.position, *(tensor.source.position for tensor in _with_source(tensors)), 0)
+        return max(
+            self.position, *(tensor.source.position for tensor in _leaves_with_source(tensors)), 0
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._before_function(func, args, kwargs or {})
@@ -143,12 +145,12 @@ class ValueTrace(FunctionCounter):
                 float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))
             ]
             with _disable_current_modes():  # which would take these reads for the step's
-                results = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
+                results = [number for leaf in leaves_of(result) for number in _checksums(leaf)]
             self._log.append(
                 RecordedCall(self.position, name, inputs, results, running_user_line())
             )
 
-    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def replace_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
         place = -1
         arg_ids = {id(leaf) for leaf in leaves_of(args)}
@@ -160,7 +162,7 @@ class ValueTrace(FunctionCounter):
         self._set_trains_from((args, result))
         return result
 
-    def weights_of(self, tensor: Any) -> frozenset[str]:
+    def sole_source_weights(self, tensor: Any) -> frozenset[str]:
         """Return the weights of a tensor computed only from weights since the last call of a block.
 
         Empty if it has any other operand, or was computed before.
@@ -181,7 +183,7 @@ class ValueTrace(FunctionCounter):
         ``weights`` is not empty if all operands are weights, or were computed only from weights;
         then the operation has the position of the code that uses its result.
         """
-        tensors = list(_with_source(args))
+        tensors = list(_leaves_with_source(args))
         if not (weights or self._calls.is_sequential):
             self._reach.assign_position(tensors)
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
@@ -198,12 +200,12 @@ class ValueTrace(FunctionCounter):
                 self._new.append(leaf)  # a custom function makes it require a gradient later
                 if self._running is not None:
                     self._inside.append(ref(leaf))
-        if self.is_between_repeated:
-            self._refuse_earlier(written_arguments(func, args), position)
+        if self.is_between_repeated_calls:
+            self._refuse_write_into_earlier(written_arguments(func, args), position)
 
-    def _refuse_earlier(self, written: Iterable[Any], position: int) -> None:
+    def _refuse_write_into_earlier(self, written: Iterable[Any], position: int) -> None:
         """Refuse a write that the stage of the written value cannot make."""
-        if any(value.source.position < position for value in _with_source([*written])):
+        if any(value.source.position < position for value in _leaves_with_source([*written])):
             raise CallsError(
                 f"the step writes in place{in_brackets(running_user_line())} into what stages "
                 f"before {self._chain.block_name(min(position, len(self._chain) - 1))} have, and "
@@ -285,18 +287,20 @@ class ValueTrace(FunctionCounter):
             self._output_edges.append([_edge_of(leaf) for leaf in tensors])
         return output
 
-    def record_backward(self, loss: Tensor) -> LossGraph:
+    def trace_loss_graph(self, loss: Tensor) -> LossGraph:
         """Record the values that get a gradient from the loss."""
-        for leaf in _with_source(loss):
+        for leaf in _leaves_with_source(loss):
             self.record_use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._carried_values.items():
-            crossing.set_gradient_spans(self._reach.spans(self._edges[key]))
+            crossing.set_gradient_spans(self._reach.gradient_spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._output_edges):
-            arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
-            outputs[index] = outputs[index].with_gradients(arrives)
+            arrives = [
+                edge is not None and bool(self._reach.gradient_spans([edge])) for edge in edges
+            ]
+            outputs[index] = outputs[index].with_gradient_flags(arrives)
         return self._reach
 
     def blocks_with_escaped_tensors(self) -> set[int]:
@@ -307,12 +311,14 @@ class ValueTrace(FunctionCounter):
 
     def _assign_port(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
         if not hasattr(leaf, "source"):
-            _set_source(leaf, _Source(self.position_of(args), self.segment), self._running)
+            _set_source(
+                leaf, _Source(self.position_of_operation(args), self.segment), self._running
+            )
         if leaf.source.port is None and leaf.source.num_calls == self.segment:  # type: ignore[attr-defined]
             leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _set_trains_from(self, tree: Any) -> None:
-        for leaf in _with_source(tree):
+        for leaf in _leaves_with_source(tree):
             if leaf.source.trains_from is None and leaf.requires_grad:
                 is_sequential = self._calls.is_sequential
                 leaf.source.trains_from = self.segment if is_sequential else leaf.source.position
@@ -320,7 +326,7 @@ class ValueTrace(FunctionCounter):
     def record_use(self, tensor: Any, position: int) -> None:
         """Record that code at ``position`` uses a tensor; add a crossing if it was made before."""
         if hasattr(tensor, "weights"):
-            is_new = bool(self.weights_of(tensor))
+            is_new = bool(self.sole_source_weights(tensor))
             for name in tensor.weights:
                 self._record.segments[name].add(position if is_new else tensor.source.position)
             if is_new:
@@ -337,7 +343,7 @@ class ValueTrace(FunctionCounter):
         ends = [b for b in called if self._chain.output_origins(b) <= tensor.origins]
         later = max(ends or called)
         raise CallsError(
-            f"the step calls {self._chain.block_name(self._block)} again"
+            f"the step calls {self._chain.block_name(self._running_block)} again"
             f"{in_brackets(running_user_line())} with what {self._chain.block_name(later)} has "
             f"computed{in_brackets(self._lines[later])}; in a pipeline a block can be called "
             f"again with what blocks before it, or the same one just before, have computed"
@@ -389,7 +395,7 @@ def _set_source(
     tensor.lineage = (source, *lineage)
 
 
-def _with_source(tree: Any) -> Iterator[Any]:
+def _leaves_with_source(tree: Any) -> Iterator[Any]:
     return (
         leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "source")
     )
@@ -399,7 +405,7 @@ _MOST_ELEMENTS = 4096
 
 
 @torch.no_grad()
-def _numbers_of(leaf: Any) -> Iterable[float]:
+def _checksums(leaf: Any) -> Iterable[float]:
     """Return a few numbers of a value for comparison; shape-only tensors have none."""
     if isinstance(leaf, (int, float)):
         return [float(leaf)]
@@ -461,7 +467,7 @@ class LossGraph:
             for edge in node.next_functions:
                 self._last_use[edge] = max(position, self._last_use.get(edge, 0))
 
-    def spans(self, edges: Iterable[_Edge]) -> list[tuple[int, int]]:
+    def gradient_spans(self, edges: Iterable[_Edge]) -> list[tuple[int, int]]:
         """Return, for each edge in the graph, the positions of its creation and of its last use."""
         return [
             (self._position_of(edge[0]), self._last_use[edge])

@@ -82,7 +82,7 @@ class Writes(RecordPart):
         return bool(self.weights or self.changes_batch)
 
     @property
-    def writing_blocks(self) -> set[int]:
+    def attribute_writing_blocks(self) -> set[int]:
         """The blocks that write attributes."""
         return {write.point.segment for write in self.attributes if write.point.is_in_block}
 
@@ -137,12 +137,12 @@ class WriteObserver(Observer[Writes]):
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             weight = self._trace.stripped.record_assigned_weight(owner, name, parameter)
             if weight is not None:
-                self._record_weight(weight, is_new=True)
+                self._record_weight_write(weight, is_new=True)
             plain(owner, name, parameter)
 
         return replaced(nn.Module, "register_parameter", register)
 
-    def recording_saved(self) -> AbstractContextManager[None]:
+    def recording_saved_tensors(self) -> AbstractContextManager[None]:
         """Record the tensors that autograd saves within the context.
 
         All traces enter it, since their operations are compared and it detaches. The hooks hold
@@ -170,7 +170,7 @@ class WriteObserver(Observer[Writes]):
         self._attributes.record_changes(StepPoint(after, is_in_block=False))
 
     def record_below_autograd(self, operation: Operation) -> None:
-        self._arguments.record_use(operation.args, self._trace.num_calls)
+        self._arguments.record_write_if_read(operation.args, self._trace.num_calls)
 
     def record_operation(self, operation: Operation) -> None:
         func, args, _, _, segment = operation
@@ -180,15 +180,15 @@ class WriteObserver(Observer[Writes]):
                     self._record_alias_hazards(leaf)
         for value in shape_only_leaves([*written_arguments(func, args)]):
             memory, (place, is_in_block) = storage_key(value), self._trace.point
-            weight = self._trace.stripped.weight_in(memory)
+            weight = self._trace.stripped.weight_of_storage(memory)
             if weight is not None:
-                self._record_weight(weight)
+                self._record_weight_write(weight)
             if hasattr(value, "source"):
                 self._written[memory].append((value, segment))
             if is_in_block and memory in self._argument_memory:
                 self._part.inputs.setdefault(place, running_user_line())
 
-    def _record_weight(self, name: str, is_new: bool = False) -> None:
+    def _record_weight_write(self, name: str, is_new: bool = False) -> None:
         write = WeightWrite(name, self._trace.point.segment, running_user_line(), is_new)
         self._part.weights.append(write)
 

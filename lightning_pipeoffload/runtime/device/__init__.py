@@ -5,9 +5,9 @@ from .accelerator import (
     CopyLanes,
     Lane,
     StreamLane,
-    accelerator_in_use,
     accelerator_module,
-    is_on,
+    initialized_accelerator,
+    is_on_device,
     make_lanes,
 )
 from .cuda_settings import set_cuda_defaults

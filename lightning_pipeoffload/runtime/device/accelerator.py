@@ -22,7 +22,7 @@ def accelerator_module() -> Any:
     return None if kind is None else torch.get_device_module(kind)
 
 
-def accelerator_in_use() -> Any:
+def initialized_accelerator() -> Any:
     """Return the module of the accelerator that this process has initialized, or None.
 
     A run on the CPU of a machine that has an accelerator must not initialize it, which takes its
@@ -34,7 +34,7 @@ def accelerator_in_use() -> Any:
     return module if getattr(module, "is_initialized", module.is_available)() else None
 
 
-def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+def is_on_device(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is on ``device``; a device without an index matches any index."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from lightning_pipeoffload.runtime.device.accelerator import accelerator_in_use
+from lightning_pipeoffload.runtime.device.accelerator import initialized_accelerator
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -17,7 +17,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 def set_cuda_defaults(device: torch.device) -> None:
     """Choose settings for a CUDA device that this process has not used yet."""
-    if device.type != "cuda" or accelerator_in_use() is not None:
+    if device.type != "cuda" or initialized_accelerator() is not None:
         return
     # A pipeline with replicas and offload has some 12 streams, and torch's default is 8 queues.
     os.environ.setdefault(_QUEUES, "32")

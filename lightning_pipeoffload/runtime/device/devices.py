@@ -81,7 +81,7 @@ class Devices:
         least = min(times)
         return replace(self, slowness=(*(time / least for time in times),))
 
-    def in_order(self, places: Sequence[int]) -> Devices:
+    def reordered(self, places: Sequence[int]) -> Devices:
         """Return the same devices in another order: at each place that of ``places``."""
         each, slowness = ((*(of[p] for p in places),) for of in (self.each, self.slowness))
         return Devices(each, slowness)  # type: ignore[arg-type]

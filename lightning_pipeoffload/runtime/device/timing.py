@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_pipeoffload.runtime.device.accelerator import accelerator_in_use
+from lightning_pipeoffload.runtime.device.accelerator import initialized_accelerator
 from lightning_pipeoffload.schedule import Action, Kind
 
 _NUM_KEPT_STEPS = 16
@@ -20,7 +20,7 @@ _NUM_KEPT_STEPS = 16
 
 def synchronized_time() -> float:
     """Synchronize with the accelerator, if this process uses one; return the host's time."""
-    if accelerator_in_use():
+    if initialized_accelerator():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
@@ -38,7 +38,7 @@ class HostClock:
         """Whether a timestamp can be read without waiting."""
         return True
 
-    def host_times(self) -> HostTimeConverter:
+    def host_time_converter(self) -> HostTimeConverter:
         """Return a converter of timestamps to the host's clock."""
         return HostTimeConverter(lambda moment: moment, 0.0)
 
@@ -61,7 +61,7 @@ class DeviceClock:
         """Whether a timestamp can be read without waiting."""
         return moment.query()
 
-    def host_times(self) -> HostTimeConverter:
+    def host_time_converter(self) -> HostTimeConverter:
         """Return a converter of events to the host's clock; waits for the accelerator."""
         torch.accelerator.synchronize()  # so that the mark is not queued behind other work
         before = time.perf_counter()
@@ -110,7 +110,7 @@ class ActionTimer:
         self._now: Callable[[], Any] = self._clock.now
         self._steps: deque[TimedStep] = deque(maxlen=_NUM_KEPT_STEPS)
 
-    def start(self) -> None:
+    def start_action(self) -> None:
         """Mark the start of an action."""
         self._spans: list[tuple[Any, Any]] = []
         self._since = self._now()
@@ -123,7 +123,7 @@ class ActionTimer:
         """Continue to measure the action."""
         self._since = self._now()
 
-    def record(self, *actions: Action) -> None:
+    def end_action(self, *actions: Action) -> None:
         """Mark the end of an action, or of several of one kind and stage that ran as one."""
         self._spans.append((self._since, self._now()))
         for action in actions:
@@ -140,9 +140,9 @@ class ActionTimer:
 
     def action_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return the median seconds of each kind of action and stage."""
-        return self.seconds_in(self._steps)
+        return self.median_action_seconds(self._steps)
 
-    def seconds_in(self, steps: Iterable[TimedStep]) -> dict[tuple[Kind, int], float]:
+    def median_action_seconds(self, steps: Iterable[TimedStep]) -> dict[tuple[Kind, int], float]:
         """Return the median seconds of each kind of action and stage in some finished steps."""
         samples: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for step in steps:
@@ -193,7 +193,7 @@ class ActionTimer:
         """The step started last."""
         return self._step
 
-    def ended_after(self, step: TimedStep | None) -> list[TimedStep]:
+    def kept_steps_after(self, step: TimedStep | None) -> list[TimedStep]:
         """Return the kept steps after ``step``; all of them if it is not kept."""
         kept = [*self._steps]
         return kept[kept.index(step) + 1 :] if step in kept else kept

@@ -1,5 +1,10 @@
 """Constructs a module in parts: each rank allocates only the values that it owns."""
 
-from .construction import Blueprint, constructing, costs_of_sizes, make_blueprint
+from .construction import (
+    Blueprint,
+    chain_and_costs_by_size,
+    constructing_local_stages,
+    make_blueprint,
+)
 from .parted_module import PartedModule
-from .registered_parameters import HeapTrimmer, ParameterShape, making_shapes
+from .registered_parameters import HeapTrimmer, ParameterShape, making_parameter_shapes

@@ -28,21 +28,21 @@ from lightning_pipeoffload.runtime.cut import (
     costs_by_size,
     cut,
     find_chain,
-    find_segments,
+    find_segment_uses,
 )
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     ParameterRegistration,
     ParameterShape,
     RegisteredParameters,
     canonical_names,
-    parameters_in,
+    parameter_slots,
 )
 from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     ShapeOnly,
     StepRules,
     ValueNeededError,
-    draws_by_shape,
+    has_known_draw_count,
     local_part,
     shape_only_leaves,
     sync_layer_quant_state,
@@ -140,7 +140,7 @@ class _BlueprintRun(RegisteredParameters):
         self.rules = StepRules(observe=self._observe)
         self._read: set[str] = set()
         self._sources: dict[int, frozenset[str]] = {}
-        for slot in parameters_in(module):
+        for slot in parameter_slots(module):
             index = self.index_of(slot.tensor)
             if index is not None:
                 shape = self.keep_or_replace(index, slot.tensor)
@@ -162,7 +162,7 @@ class _BlueprintRun(RegisteredParameters):
 
     def _observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
         """Record the parameters that an operation reads but does not write; detach() reads none."""
-        _refuse_unknown_draws(func, args)
+        _refuse_value_dependent_draws(func, args)
         if func is not aten.detach.default:
             written = [*shape_only_leaves([*written_arguments(func, args)])]
             written_origins = frozenset[str]().union(*(leaf.origins for leaf in written))
@@ -188,17 +188,17 @@ class _BlueprintRun(RegisteredParameters):
         memory: Sequence[float],
     ) -> Blueprint | None:
         """Return the blueprint of the run; None if it has made no parameters."""
-        indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
+        indices = {slot.name: self._index_in(slot) for slot in parameter_slots(self._module)}
         registered = {name: index for name, index in indices.items() if index is not None}
         if all(index < self.num_found for index in registered.values()):
             return None
-        chain, segments, costs = costs_of_sizes(self._module, blocks)
+        chain, segments, costs = chain_and_costs_by_size(self._module, blocks)
         memory_limits = StageMemoryLimits.of_parameters(costs.parameters, memory)
         stages = cut(chain, costs, stage_ranks, split, slowness, memory_limits)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,
-            self._find_needed(registered, owners, len(stages)),
+            self._find_needing_stages(registered, owners, len(stages)),
             [len(stage.blocks) for stage in stages],
             canonical_names(self._module),
             owners,
@@ -215,7 +215,7 @@ class _BlueprintRun(RegisteredParameters):
             for slot in find_slots(self._module)
         }
 
-    def _find_needed(
+    def _find_needing_stages(
         self, indices: Mapping[str, int], owners: Mapping[str, Stages], num_stages: int
     ) -> list[Stages]:
         """Return the stages that need each parameter, including stages of tensors computed from it.
@@ -237,9 +237,9 @@ class _BlueprintRun(RegisteredParameters):
         return needed
 
 
-def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+def _refuse_value_dependent_draws(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     """Raise an error if the number of random numbers that an operation draws depends on values."""
-    if not draws_by_shape(func):
+    if not has_known_draw_count(func):
         origins = (leaf.origins for leaf in shape_only_leaves(args))
         raise ValueNeededError(f"{func.overloadpacket.__name__}()", frozenset().union(*origins))
 
@@ -255,7 +255,7 @@ def _refuse_pretrained() -> None:
         )
 
 
-def costs_of_sizes(
+def chain_and_costs_by_size(
     module: nn.Module, blocks: str | Sequence[str] | None = None
 ) -> tuple[BlockChain, dict[str, set[int]], SegmentCosts]:
     """Estimate the work of a module in parts, before any step has run; see :func:`make_blueprint`.
@@ -264,7 +264,7 @@ def costs_of_sizes(
         The blocks, the segments that need each parameter and buffer, by name, and their costs.
     """
     chain, slots = find_chain(module, blocks), find_slots(module)
-    segments = find_segments(slots, chain, StepRecord(CallOrder.each_block_once(len(chain))))
+    segments = find_segment_uses(slots, chain, StepRecord(CallOrder.each_block_once(len(chain))))
     return chain, segments, costs_by_size(slots, chain, segments)
 
 
@@ -272,7 +272,7 @@ def costs_of_sizes(
 
 
 @contextmanager
-def constructing(
+def constructing_local_stages(
     module: nn.Module, blueprint: Blueprint, local_stages: Collection[int], places: Sequence[str]
 ) -> Iterator[None]:
     """Construct layers within the context, with only the values that this rank needs.
@@ -287,7 +287,7 @@ def constructing(
         ValueError: The code differs from the first run, or computes a value from a remote
             parameter.
     """
-    parameters = _PartedParameters(module, blueprint, frozenset(local_stages))
+    parameters = _LocalStageParameters(module, blueprint, frozenset(local_stages))
     try:
         with parameters.tracking_parameters():
             yield
@@ -297,7 +297,7 @@ def constructing(
     _replace_remote_tensors(module, blueprint, frozenset(local_stages), places)
 
 
-class _PartedParameters(RegisteredParameters):
+class _LocalStageParameters(RegisteredParameters):
     """The second run, which makes values for some stages only."""
 
     rules = StepRules()
@@ -310,12 +310,12 @@ class _PartedParameters(RegisteredParameters):
     def check_complete(self) -> None:
         """Raise ``ValueError`` if the first run had more parameters."""
         if len(self.appeared) < len(self._blueprint.appeared):
-            raise ValueError(_explain_other(self._blueprint.appeared[len(self.appeared)].name))
+            raise ValueError(_explain_mismatch(self._blueprint.appeared[len(self.appeared)].name))
 
     @override
     def keeps_value(self, index: int, parameter: Tensor) -> bool:
         if self._blueprint.appeared[index : index + 1] != [self.appeared[index]]:
-            raise ValueError(_explain_other(super().label(index)))
+            raise ValueError(_explain_mismatch(super().label(index)))
         return index < self.num_found or bool(self._blueprint.needed[index] & self._local_stages)
 
     @override
@@ -328,7 +328,7 @@ def _replace_remote_tensors(
 ) -> None:
     """Replace tensors of other ranks with remote tensors; a tied weight under all its names."""
     _refuse_blueprint_mismatch(module, blueprint, local_stages)
-    slots = parameters_in(module)
+    slots = parameter_slots(module)
     by_shape: dict[int, Tensor] = {
         id(slot.tensor): slot.tensor for slot in slots if blueprint.owners[slot.name] & local_stages
     }
@@ -348,10 +348,10 @@ def _refuse_blueprint_mismatch(
     """Raise ``ValueError`` for a tensor that differs from the blueprint."""
     untied = canonical_names(module).items() ^ blueprint.first_names.items()
     if untied:
-        raise ValueError(_explain_other(min(untied)[0]))
+        raise ValueError(_explain_mismatch(min(untied)[0]))
     for slot in find_slots(module):
         if slot.name not in blueprint.owners:
-            raise ValueError(_explain_other(slot.name))
+            raise ValueError(_explain_mismatch(slot.name))
         if not blueprint.owners[slot.name] & local_stages:
             continue
         if isinstance(slot.tensor, ShapeOnly):
@@ -361,7 +361,7 @@ def _refuse_blueprint_mismatch(
             raise ValueError(f"{slot.name} is on the meta device after configure_model: {_FILL}")
 
 
-def _explain_other(name: str) -> str:
+def _explain_mismatch(name: str) -> str:
     return (
         f"configure_model runs twice from the same state, but made different parameters: {name}; "
         f"the parameters may not depend on weights' values, files or clocks"

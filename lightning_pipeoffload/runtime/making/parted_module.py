@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut import SplitModule, materialize_slot
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
-from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state, scales_of
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_quant_state, scales_of
 from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 Fetch = Callable[[Tensor, int | None], Tensor]
@@ -67,7 +67,7 @@ class PartedModule:
         self._is_filled = True
 
     @torch.no_grad()
-    def send_to_owners(
+    def send_to_new_owners(
         self, owners: Mapping[str, frozenset[int]], tensors: SplitModule, slots: Sequence[Slot]
     ) -> None:
         """Send parameters to the ranks that need them; ``owners`` are their stages, by name."""
@@ -106,4 +106,4 @@ def _make_slots_real(slots: Sequence[Slot], value: Tensor) -> None:
     real_tensors: dict[int, Tensor] = {}
     for slot in slots:
         materialize_slot(slot, real_tensors).copy_(value)
-        copy_state(slot, value)
+        copy_quant_state(slot, value)

@@ -98,7 +98,7 @@ class RegisteredParameters:
         self._freed = HeapTrimmer()
         self._indices: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._shapes: dict[int, ParameterShape] = {}
-        for slot in parameters_in(module):
+        for slot in parameter_slots(module):
             if self.index_of(slot.tensor) is None:
                 self._set_index(
                     slot.tensor, self._add_registration(slot.attribute, slot.path, slot.tensor)
@@ -127,11 +127,11 @@ class RegisteredParameters:
         hook: Callable[..., Any] = self._register  # its result becomes the parameter
         # Private: subclasses of Parameter make their instances with it, which no tensor subclass
         # can intercept.
-        make_subclass = _making_subclass(Tensor._make_subclass)
+        make_subclass = _make_subclass_of_shapes(Tensor._make_subclass)
         with ExitStack() as stack:
             stack.enter_context(register_module_parameter_registration_hook(hook))
             for kind in (nn.Parameter, ParameterShape):
-                copy = self._copying(kind.__deepcopy__)
+                copy = self._make_deepcopy(kind.__deepcopy__)
                 stack.enter_context(replaced(kind, "__deepcopy__", copy))
             stack.enter_context(replaced(Tensor, "_make_subclass", make_subclass))
             stack.callback(self._freed.trim_heap)
@@ -151,7 +151,7 @@ class RegisteredParameters:
         """Return the parameter if it is real, else a shape that replaces it."""
         kept = parameter if self.keeps_value(index, parameter) else self._shape(index, parameter)
         if kept is not parameter:
-            self._freed.count(parameter.nbytes)
+            self._freed.add_freed_bytes(parameter.nbytes)
         self._set_index(kept, index)
         return kept
 
@@ -166,7 +166,7 @@ class RegisteredParameters:
             self._set_index(parameter, index)
         return self.keep_or_replace(index, parameter)
 
-    def _copying(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_deepcopy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def copy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
             if id(parameter) not in memo:
                 original = self.index_of(parameter)
@@ -197,7 +197,7 @@ class RegisteredParameters:
         self._indices[id(parameter)] = weakref.ref(parameter), index
 
 
-def _making_subclass(plain: Callable[..., Any]) -> Any:
+def _make_subclass_of_shapes(plain: Callable[..., Any]) -> Any:
     def make(
         kind: type[Tensor], data: Tensor, requires_grad: bool = False, *rest: Any, **options: Any
     ) -> Tensor:
@@ -213,7 +213,7 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def making_shapes() -> Iterator[None]:
+def making_parameter_shapes() -> Iterator[None]:
     """Make modules whose parameters have no values; buffers have values."""
     with forked_randomness(), RegisteredParameters(nn.Module()).tracking_parameters():
         yield
@@ -222,10 +222,10 @@ def making_shapes() -> Iterator[None]:
 def canonical_names(module: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by each of its names."""
     first: dict[int, str] = {}
-    return {s.name: first.setdefault(id(s.tensor), s.name) for s in parameters_in(module)}
+    return {s.name: first.setdefault(id(s.tensor), s.name) for s in parameter_slots(module)}
 
 
-def parameters_in(module: nn.Module) -> list[Slot]:
+def parameter_slots(module: nn.Module) -> list[Slot]:
     """List the slots of a module's parameters."""
     return [slot for slot in find_slots(module) if slot.kind == "_parameters"]
 
@@ -247,7 +247,7 @@ class HeapTrimmer:
         # Of glibc only; other allocators return large blocks at once.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-    def count(self, num_bytes: int) -> None:
+    def add_freed_bytes(self, num_bytes: int) -> None:
         """Count bytes that are about to be freed."""
         if self._num_bytes > _MOST_FREED:
             self.trim_heap()

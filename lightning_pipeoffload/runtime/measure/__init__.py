@@ -13,7 +13,7 @@ from .block_costs import (
     costs_of_stages,
     cut_by_costs,
     join_costs,
-    measure_costs,
+    median_costs,
     move_head_w_to_b,
     overhead_of_actions,
     shares_of_slices,
@@ -21,8 +21,8 @@ from .block_costs import (
 from .device_speed import fit_slowness, measure_devices
 from .link_speed import (
     CopySpeed,
-    compare_clocks,
     echo_messages,
+    measure_clock_offsets,
     measure_copy_speed,
     measure_latencies,
     measure_latency,

@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeli
 from lightning_pipeoffload.runtime.step import (
     Microbatch,
     forget_casts,
-    set_plan_indices,
+    set_indices_and_weights,
     sharing_casts,
 )
 from lightning_pipeoffload.runtime.users_code import TRACE, restoring_module
@@ -112,7 +112,7 @@ class RankCosts:
         return {index: StageCosts.of(parts) for index, parts in self.slices.items()}
 
 
-def measure_costs(
+def median_costs(
     executor: Executor,
     speed: CopySpeed,
     latencies: Mapping[int, float] = MappingProxyType({}),
@@ -165,8 +165,8 @@ def costs_of_slice(
         activation=memory.all_bytes,
         weight_input=memory.weight_input_bytes or 0,
         weight_residue=memory.residue_bytes or 0,
-        offload=moved / speed.to_host * speed.slowed_by,
-        reload=moved / speed.to_device * speed.slowed_by,
+        offload=moved / speed.to_host * speed.copy_slowdown,
+        reload=moved / speed.to_device * speed.copy_slowdown,
     )
     return SliceCosts(costs, memory.for_later)
 
@@ -184,7 +184,9 @@ def slowest_costs(counterparts: Sequence[RankCosts]) -> RankCosts:
     """Return the maximum of each cost over one rank's counterparts in all pipelines."""
     first = counterparts[0]
     slices = {
-        index: [*map(_most, zip(*(each.slices[index] for each in counterparts), strict=True))]
+        index: [
+            *map(_max_slice_costs, zip(*(each.slices[index] for each in counterparts), strict=True))
+        ]
         for index in first.slices
     }
     latencies = {
@@ -194,7 +196,7 @@ def slowest_costs(counterparts: Sequence[RankCosts]) -> RankCosts:
     return RankCosts(slices, lanes, latencies, max(each.step for each in counterparts))
 
 
-def _most(counterparts: Sequence[SliceCosts]) -> SliceCosts:
+def _max_slice_costs(counterparts: Sequence[SliceCosts]) -> SliceCosts:
     costs, for_later = zip(*counterparts, strict=True)
     return SliceCosts(
         StageCosts(*map(max, zip(*costs, strict=True))),
@@ -324,7 +326,7 @@ class BlockMeasurement:
 
     def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
         cut, starts = self._first_cut, [blocks.start for blocks in self._sampled.stages]
-        places = [cut.places[stages[start]] for start in starts]
+        places = [cut.ranks_for_errors[stages[start]] for start in starts]
         split = [len(parts) for parts in self._sampled.stages]
         split[-1] -= self._has_head
         return replace(
@@ -353,7 +355,7 @@ class BlockMeasurement:
                 return samples, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
             forget_casts()
-            pipeline.cut_anew(pipeline.rank, self._first_cut)
+            pipeline.prepare_new_cut(pipeline.rank, self._first_cut)
 
     @property
     def _samples_suffice(self) -> bool:
@@ -368,12 +370,15 @@ class BlockMeasurement:
             stages: The costs of whole stages; the overhead is their excess over their blocks.
         """
         compared = self._reference_cut
-        samples, stages = self._on_fastest(samples, self._cut), self._on_fastest(stages, compared)
+        samples, stages = (
+            self._scaled_to_fastest(samples, self._cut),
+            self._scaled_to_fastest(stages, compared),
+        )
         num_stages = len(compared.stage_ranks)
         costs, overhead = costs_of_blocks(self._sampled, samples, stages, num_stages)
-        return (costs if self._has_head else _with_free_head(costs, overhead)), overhead
+        return (costs if self._has_head else _append_head_segment(costs, overhead)), overhead
 
-    def compare(self, devices: Devices, samples: Costs, stages: Costs) -> Devices:
+    def compare_devices(self, devices: Devices, samples: Costs, stages: Costs) -> Devices:
         """Return the devices with their ratios by blocks of the same class, as far as there are.
 
         Args:
@@ -394,9 +399,9 @@ class BlockMeasurement:
     def _reference_cut(self) -> CutSettings:
         return self._cut if self._samples_suffice else self._first_cut
 
-    def _on_fastest(self, costs: Costs, cut: CutSettings) -> Costs:
+    def _scaled_to_fastest(self, costs: Costs, cut: CutSettings) -> Costs:
         slowness = () if self.devices is None else self.devices.slowness_per_stage(cut.stage_ranks)
-        return costs.slowed([1 / times for times in slowness]) if slowness else costs
+        return costs.scale_compute_times([1 / times for times in slowness]) if slowness else costs
 
     def _measure(
         self,
@@ -406,7 +411,7 @@ class BlockMeasurement:
         speed: CopySpeed,
     ) -> RankCosts:
         pipeline, device = self._pipeline, self._pipeline.device
-        pipeline.cut_anew(pipeline.rank, replace(cut_settings, recompute=recompute))
+        pipeline.prepare_new_cut(pipeline.rank, replace(cut_settings, recompute=recompute))
         try:
             parts = islice(cycle(cut_batch()), _NUM_MEASURED)
             slices = [
@@ -419,17 +424,17 @@ class BlockMeasurement:
         executor = Executor(
             pipeline.rank, pipeline.stages, self._transport, ActionTimer(device), memory
         )
-        for count in self._passes(slices[0]):
-            executor.time_by(ActionTimer(device))
-            memory.forget_peaks()
-            plan = lower(_one_by_one(placement, max(placement) + 1, count))
-            executor.run(plan, set_plan_indices(slices[:count]))
+        for count in self._microbatches_per_pass(slices[0]):
+            executor.set_timer(ActionTimer(device))
+            memory.reset_peaks()
+            plan = lower(_serial_schedule(placement, max(placement) + 1, count))
+            executor.run(plan, set_indices_and_weights(slices[:count]))
         self.bytes_without_activations = max(
             self.bytes_without_activations, memory.peak_without_activations
         )
-        return measure_costs(executor, speed, measure_latencies(executor, plan, device))
+        return median_costs(executor, speed, measure_latencies(executor, plan, device))
 
-    def _passes(self, first: Microbatch) -> Iterator[int]:
+    def _microbatches_per_pass(self, first: Microbatch) -> Iterator[int]:
         """Yield the microbatches of each pass, the last of which counts."""
         if not any(record is first.record for record in self._warm):
             self._warm.append(first.record)  # whose shapes run for the first time
@@ -437,7 +442,7 @@ class BlockMeasurement:
         yield _NUM_MEASURED
 
 
-def _with_free_head(blocks: Costs, overhead: ActionOverhead) -> Costs:
+def _append_head_segment(blocks: Costs, overhead: ActionOverhead) -> Costs:
     """Return the costs of all segments where the code after the blocks is in the last one."""
     costs: dict[str, Any] = {
         name: (*getattr(blocks, name), overhead.get(name, 0.0))
@@ -461,7 +466,9 @@ def _without_logging(part: Microbatch) -> Microbatch:
     return replace(part, run=lambda call: run(TRACE))
 
 
-def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int) -> Schedule:
+def _serial_schedule(
+    stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int
+) -> Schedule:
     kinds = (Kind.F, Kind.B, Kind.W)
     ranks = [
         [
@@ -487,7 +494,7 @@ def costs_of_blocks(
         stages: The costs of the stages that they are compared with.
         num_stages: The number of these stages.
     """
-    blocks = _of_samples(samples, sampled)
+    blocks = _block_costs_from_samples(samples, sampled)
     overhead = overhead_of_actions(blocks, len(sampled.ranks), stages, num_stages)
     scaled: dict[str, Any] = {
         name: _scaled(sampled, samples, blocks, name, overhead[name]) for name in COMPUTE_TIMES
@@ -495,7 +502,7 @@ def costs_of_blocks(
     return replace(blocks, **scaled), overhead
 
 
-def _of_samples(samples: Costs, sampled: SampledCut) -> Costs:
+def _block_costs_from_samples(samples: Costs, sampled: SampledCut) -> Costs:
     num_stages, latencies = len(sampled.stages), [0.0] * len(sampled.ranks)
     costs: dict[str, Any] = {
         name: [samples.per_stage(name, num_stages)[stage] for stage in sampled.sample_of]

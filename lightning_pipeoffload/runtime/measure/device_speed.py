@@ -34,7 +34,7 @@ def measure_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
     """
     device = Device.of(group.device)
     pipelines = group.gather_from_pipelines(device)
-    _refuse_unlike_shares(group, pipelines)
+    _refuse_mixed_tensor_ranks(group, pipelines)
     counterparts = [*zip(*pipelines, strict=True)]
     joined = [
         of_rank[0]._replace(
@@ -53,7 +53,7 @@ def measure_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
     return group.world.broadcast(devices.with_slowness_from([slowest[rank] for rank in places]), 0)
 
 
-def _refuse_unlike_shares(group: PipelineGroup, pipelines: Sequence[Sequence[Device]]) -> None:
+def _refuse_mixed_tensor_ranks(group: PipelineGroup, pipelines: Sequence[Sequence[Device]]) -> None:
     size = group.num_tensor_ranks
     if size == 1:
         return
@@ -78,7 +78,7 @@ def _seconds_by_name(
     kept = group.world.broadcast(_read(path) if group.is_global_zero else None, 0)
     if names <= {*kept}:
         return kept
-    measured = group.world.gather((own, 0.0 if own in kept else _seconds_of_product(group.device)))
+    measured = group.world.gather((own, 0.0 if own in kept else _time_matmul(group.device)))
     found = {name: min(s for other, s in measured if other == name) for name in names - {*kept}}
     if group.is_global_zero:
         write_and_prune(path, json.dumps({**kept, **found}), path.name)
@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, float]:
         return {}  # the next file replaces it
 
 
-def _seconds_of_product(device: torch.device) -> float:
+def _time_matmul(device: torch.device) -> float:
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     # No random numbers: the run's generators stay as they are.

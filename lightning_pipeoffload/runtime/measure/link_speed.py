@@ -60,7 +60,7 @@ class CopySpeed:
         return 2 if self.overlap < _WORTH_TWO_LANES else 1
 
     @property
-    def slowed_by(self) -> float:
+    def copy_slowdown(self) -> float:
         """Factor by which a copy takes longer in the plan, with both lanes in use, than alone."""
         return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
 
@@ -138,7 +138,7 @@ def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[T
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
         transport.wait(receive)
         seconds.append(synchronized_time() - started)
-    transport.finish_step()
+    transport.free_unused_buffers()
     return median(seconds[1:]) / 2  # the first one waits until the peer answers at all
 
 
@@ -149,7 +149,7 @@ def echo_messages(transport: Transport, stage: int, peer: int, specs: list[Tenso
         transport.post(receive, peer, specs)
         tensors = transport.wait(receive)
         transport.send(Action(Kind.SEND_B, stage, repetition), peer, tensors)
-    transport.finish_step()
+    transport.free_unused_buffers()
 
 
 class ClockOffset(NamedTuple):
@@ -159,7 +159,7 @@ class ClockOffset(NamedTuple):
     error: float = 0.0
 
 
-def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
+def measure_clock_offsets(group: PipelineGroup) -> list[ClockOffset] | None:
     """Return the clock offsets of all ranks on the root, None elsewhere; all ranks call it."""
     with reporting_lost_peers("lost a rank while comparing clocks"):
         if group.global_rank != group.root:

@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime import (
     tensors_in,
 )
 from lightning_pipeoffload.runtime.batch import batch_leaves
-from lightning_pipeoffload.runtime.cut import StepTrace, find_alike_saved_bytes, loss_in
+from lightning_pipeoffload.runtime.cut import StepTrace, find_alike_blocks, loss_in
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory import (
@@ -42,7 +42,7 @@ from lightning_pipeoffload.runtime.memory import (
     Saved,
     SavedMemory,
     SavedTensor,
-    address_of,
+    storage_address,
 )
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.sequence import BlockOnSlice, Dims, EarlierSlices, SequenceSlice
@@ -112,7 +112,7 @@ class StageStores(WeightInputKeeper):
             return self.before
         return self.stores[self.stage][self.slice]
 
-    def count_for(self, num_blocks: int) -> None:
+    def set_num_alike(self, num_blocks: int) -> None:
         """Count the tensors saved from now on for ``num_blocks`` blocks each."""
         for store in self.stores[self.stage]:
             store.num_alike = num_blocks
@@ -195,7 +195,7 @@ class _MemoryTrace(StepTrace):
         blocks = [range(len(self.chain))] if is_alone else [stage.blocks for stage in stages]
         # Cheap recomputation computes a block's values from those before it on its stage.
         runs_all = recompute == "cheap" and not is_alone
-        alike = {} if runs_all else find_alike_saved_bytes(self.chain, part.record, blocks)
+        alike = {} if runs_all else find_alike_blocks(self.chain, part.record, blocks)
         self.outputs = {index: part.record.outputs[index] for index in alike}
         self._alike_stages = alike if is_alone else {}
         # How many others of its stage a block counts for.
@@ -247,7 +247,7 @@ class _MemoryTrace(StepTrace):
                 if tensor.requires_grad:  # to which a backward adds, as later microbatches do
                     tensor.grad = ShapeOnly.like(tensor, slot.name)
             resident.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
-        return {*map(address_of, resident)}
+        return {*map(storage_address, resident)}
 
     @override
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,10 +255,10 @@ class _MemoryTrace(StepTrace):
             with self._again_in_block():
                 return self.chain.plain_calls[index](*args, **kwargs)
         self._begin_stage(self._stage_of[index])
-        self._stores.count_for(1 + self._num_alike[index])
+        self._stores.set_num_alike(1 + self._num_alike[index])
         call = self.num_calls
         output = super().call_block(index, args, kwargs)
-        self._stores.count_for(1)
+        self._stores.set_num_alike(1)
         self._begin_stage(self._stage_of[self.record.calls.position_after(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
@@ -287,7 +287,7 @@ class _MemoryTrace(StepTrace):
 
     def _begin_stage_of(self, operands: Any) -> None:
         if not self._is_in_block:
-            self._begin_stage(self._stage_of[self.segment_of(operands)])
+            self._begin_stage(self._stage_of[self.segment_of_operation(operands)])
 
     def _begin_stage(self, stage: int) -> None:
         if self._cheap and stage != self._stores.stage:
@@ -303,9 +303,11 @@ class _MemoryTrace(StepTrace):
             return self._skip_block(index, (args, kwargs))
         if self._slices:
             return self._run_in_slices(index, args, kwargs)
-        return self._run_whole(index, self.chain.plain_calls[index], args, kwargs)
+        return self._run_with_recompute(index, self.chain.plain_calls[index], args, kwargs)
 
-    def _run_whole(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_with_recompute(
+        self, index: int, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if self._recompute != "full" or index in self._part.record.opened:
             return call(*args, **kwargs)
 
@@ -326,7 +328,7 @@ class _MemoryTrace(StepTrace):
             self._stores.slice = part.index
             on_slice = BlockOnSlice(self.chain.block_name(index), index, part, earlier)
             cut = self._slice_arguments(part, (args, kwargs), dims.arguments[call])
-            output = self._run_whole(index, partial(on_slice.run, plain), *cut)
+            output = self._run_with_recompute(index, partial(on_slice.run, plain), *cut)
             tensors = output_tensors(output)
             for leaf in tensors:
                 if leaf.requires_grad:
@@ -338,7 +340,7 @@ class _MemoryTrace(StepTrace):
         if is_last:
             earlier.outputs += parts[:-1]
         for part, memory in zip(self._slices, self._of_stages[stage], strict=True):
-            memory.add_for_later(earlier.kept_by(part), 1 + self._num_alike[index])
+            memory.add_for_later(earlier.bytes_kept_by_slice(part), 1 + self._num_alike[index])
         joined = zip(zip(*parts, strict=True), dims.outputs[call], strict=True)
         return self._part.record.outputs[call].fill([torch.cat(p, dim) for p, (dim, *_) in joined])
 
@@ -358,7 +360,7 @@ class _MemoryTrace(StepTrace):
     def _skip_block(self, index: int, arguments: Any) -> Any:
         output = self.outputs[index]
         form = self._part.device, self.chain.output_origins(index)
-        shapes = [ShapeOnly(meta, *form) for meta in output.metas]
+        shapes = [ShapeOnly(meta, *form) for meta in output.meta_tensors]
         inputs = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
         return output.fill(_SkippedBlock.apply(output, shapes, *inputs))
 
@@ -374,13 +376,13 @@ class _MemoryTrace(StepTrace):
         """Run the B of all stages."""
         for memories, stores in zip(self._of_stages, self._stores.stores, strict=True):
             for memory, store in zip(memories, stores, strict=True):
-                memory.measure_forward(store)
-        self._before.measure_forward(self._stores.before)
+                memory.measure_forward_if_due(store)
+        self._before.measure_forward_if_due(self._stores.before)
         self._is_backward = True
         with backward_mode(self._part.device), self._queue:
             self._part.differentiate(loss)
         self._measure_backward_until(-1, -1)
-        self._before.measure_backward(self._queue, self._stores.before)
+        self._before.measure_backward_if_due(self._queue, self._stores.before)
         for memory in self._of_stages[0] if self._slices else ():  # each slice runs it
             memory.add(self._before)
 
@@ -409,11 +411,11 @@ class _MemoryTrace(StepTrace):
             for memory, store in zip(
                 self._of_stages[running], self._stores.stores[running], strict=True
             ):
-                memory.measure_backward(self._queue, store)
+                memory.measure_backward_if_due(self._queue, store)
             if not running:
                 return
             self._stores.stage -= 1
-        self._stores.count_for(1 + self._num_alike[block])
+        self._stores.set_num_alike(1 + self._num_alike[block])
 
     def _measure_backward_until_slice(
         self, stage: int, block: int, place: int, gradient: Tensor

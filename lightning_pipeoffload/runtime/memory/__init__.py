@@ -14,4 +14,4 @@ from .host_memory import (
 from .recompute import CheapRecompute, check_recompute
 from .saved_memory import BytesForLaterSlices, SavedMemory
 from .saved_tensor import Saved, SavedTensor
-from .stage_store import ActivationStore, HeldBytes, HostBytes, OffloadSettings, address_of
+from .stage_store import ActivationStore, HeldBytes, HostBytes, OffloadSettings, storage_address

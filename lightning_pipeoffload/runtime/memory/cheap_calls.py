@@ -80,11 +80,11 @@ class ValueSource:
         return self._num_bytes if self.call is None else self.call.bytes_read
 
     @property
-    def is_needed_in_b(self) -> bool:
+    def is_recomputed_in_b(self) -> bool:
         """Whether B recomputes one of the calls that compute the value."""
-        return self.call is not None and self.call.is_needed_in_b
+        return self.call is not None and self.call.is_recomputed_in_b
 
-    def kept_as(self, handle: Any, num_bytes: int) -> None:
+    def set_saved_handle(self, handle: Any, num_bytes: int) -> None:
         """Read the value from the store from now on, by ``handle``."""
         self.tensor, self.call, self._handle, self._num_bytes = None, None, handle, num_bytes
 
@@ -110,7 +110,7 @@ class ValueSource:
         if self.call is not None:
             self.call.register_use(store, for_w)
         elif self.tensor is not None:
-            self.kept_as(store.pack(self.tensor), self._num_bytes)
+            self.set_saved_handle(store.pack(self.tensor), self._num_bytes)
 
     def value(self, store: Store, for_w: bool) -> Tensor:
         if self.call is not None:
@@ -154,8 +154,8 @@ class CheapCall:
         return sum(source.bytes_read for source in self.inputs())
 
     @property
-    def is_needed_in_b(self) -> bool:
-        return self._in_b.num_claims > 0 or any(s.is_needed_in_b for s in self.inputs())
+    def is_recomputed_in_b(self) -> bool:
+        return self._in_b.num_claims > 0 or any(s.is_recomputed_in_b for s in self.inputs())
 
     def inputs(self) -> Iterator[ValueSource]:
         return (argument for argument in self._arguments if isinstance(argument, ValueSource))
@@ -209,7 +209,7 @@ class CallRecorder(TorchDispatchMode):
         self._values_of_stage: dict[int, dict[int, _Known]] = {}
         self._swept_at = 64
 
-    def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
+    def find_source(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
         """Return the source and geometry of the value in a tensor's storage.
 
         None: the value is unknown, or was written since.
@@ -256,7 +256,7 @@ class CallRecorder(TorchDispatchMode):
             for index, output in enumerate(outputs):
                 self._remember(output, ValueSource(call=call, index=index), output._version)
             if func is _DROPOUT:
-                mask = CheapCall(_dropout_mask(*args), [], {}, generator)
+                mask = CheapCall(_dropout_mask_factory(*args), [], {}, generator)
                 self._remember(outputs[1], ValueSource(call=mask), outputs[1]._version)
         return results
 
@@ -282,15 +282,15 @@ class CallRecorder(TorchDispatchMode):
         if type(written) not in self._kinds or not is_whole or options:
             return None
         if func is _BERNOULLI:
-            return CheapCall(_bernoulli(written, *rest), [], {}, _generator_of(written))
-        if func in _IN_PLACE and (origin := self.find(written)) is not None:
+            return CheapCall(_bernoulli_factory(written, *rest), [], {}, _generator_of(written))
+        if func in _IN_PLACE and (origin := self.find_source(written)) is not None:
             return CheapCall(_IN_PLACE[func], [origin[0], *rest], {})
         return None
 
     def _source_of(self, argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
-        origin = self.find(argument)
+        origin = self.find_source(argument)
         if origin is None or origin[1] != _geometry(argument) or origin[0].depth >= _MAX_DEPTH:
             return ValueSource(argument)
         return origin[0]
@@ -321,19 +321,19 @@ def _writes(func: Callable[..., Any]) -> bool:
     return bool(func._schema.is_mutable)  # type: ignore[attr-defined]
 
 
-def _bernoulli(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
+def _bernoulli_factory(like: Tensor, probability: float = 0.5) -> Callable[[], Tensor]:
     """Return a function that computes ``like.bernoulli_(probability)`` from the shape alone."""
-    make = _empties_like(like)
+    make = _empty_factory(like)
     return lambda: make().bernoulli_(probability)
 
 
-def _dropout_mask(like: Tensor, *options: Any) -> Callable[[], Tensor]:
+def _dropout_mask_factory(like: Tensor, *options: Any) -> Callable[[], Tensor]:
     """Return a function that computes the mask of ``native_dropout`` from the shape alone."""
-    make = _empties_like(like)
+    make = _empty_factory(like)
     return lambda: aten.native_dropout.default(make(), *options)[1]
 
 
-def _empties_like(like: Tensor) -> Callable[[], Tensor]:
+def _empty_factory(like: Tensor) -> Callable[[], Tensor]:
     size, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
     # CUDA's dropout draws for as many elements at once as the address is aligned to.
     shift = int(like.storage_offset()) % _ALIGNMENT

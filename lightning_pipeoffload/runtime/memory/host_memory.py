@@ -73,7 +73,7 @@ class HostBudget:
         )
         return cls(share, f"{origin} had left for {ranks}")
 
-    def less(self, num_bytes: float) -> HostBudget:
+    def less_optimizer_bytes(self, num_bytes: float) -> HostBudget:
         """Return the budget less ``num_bytes`` for the optimizer."""
         origin = f"{self.origin}, of which the optimizer takes {bytes_text(num_bytes)}"
         return replace(self, num_bytes=int(self.num_bytes - num_bytes), origin=origin)
@@ -99,7 +99,7 @@ class HostMemory:
         self._pinned = pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def leave_for_optimizer(self, num_bytes: int, num_present: int, parts: str) -> None:
+    def subtract_optimizer_bytes(self, num_bytes: int, num_present: int, parts: str) -> None:
         """Subtract the memory that the optimizer allocates from the budget.
 
         Args:
@@ -122,13 +122,13 @@ class HostMemory:
                 f"({parts}), and {reason}; allow more with host_memory_limit if the machine has "
                 f'it, or use more ranks, sharding="optimizer", or an optimizer that keeps less'
             )
-        self.budget = None if budget is None else budget.less(num_bytes)
+        self.budget = None if budget is None else budget.less_optimizer_bytes(num_bytes)
 
     def acquire(self, num_bytes: int) -> Slab:
         """Allocate a slab of ``num_bytes``, or raise :class:`HostMemoryError`."""
         return Slab(self, [self._pop_piece(size) for size in piece_sizes(num_bytes)])
 
-    def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
+    def preallocate(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
         """Allocate all slabs that a plan needs, before it runs.
 
         Args:

@@ -93,7 +93,7 @@ class CheapRecompute(WeightInputKeeper):
     def saving(self) -> Iterator[None]:
         """Save or recompute the tensors that autograd saves within the context."""
         try:
-            with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
+            with saved_tensors_hooks(self._save_or_make_recipe, self.unpack), self._recorder:
                 yield
         finally:
             self._recorder.forget()
@@ -112,12 +112,12 @@ class CheapRecompute(WeightInputKeeper):
 
     @override
     def pack_weight_input(self, x: Tensor) -> _SavedHandle | _RecomputedTensor:
-        return self._pack(x, is_weight_input=True)
+        return self._save_or_make_recipe(x, is_weight_input=True)
 
     @override
     def unpack(self, packed: _SavedHandle | _RecomputedTensor) -> Tensor:
         if isinstance(packed, _RecomputedTensor):
-            return self._value(packed)
+            return self._recomputed_value(packed)
         tensor = self._unpack_around(packed.handle)
         if tensor is packed.handle and tensor._version != packed.version:
             raise RuntimeError(
@@ -131,17 +131,17 @@ class CheapRecompute(WeightInputKeeper):
     def unpack_for_b(self, packed: _SavedHandle | _RecomputedTensor) -> tuple[Tensor, Fetch | None]:
         if isinstance(packed, _RecomputedTensor) and packed.for_w:
             stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
-            return stand_in, partial(self._value, packed)
+            return stand_in, partial(self._recomputed_value, packed)
         if isinstance(packed, _RecomputedTensor) or self._keeper_around is None:
             return self.unpack(packed), None
         return self._keeper_around.unpack_for_b(packed.handle)
 
-    def _pack(
+    def _save_or_make_recipe(
         self, tensor: Tensor, is_weight_input: bool = False
     ) -> _SavedHandle | _RecomputedTensor:
         if type(tensor) not in self._kinds:
             return self._save_with_outer_hooks(tensor, is_weight_input)
-        origin = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
+        origin = self._recorder.find_source(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
         if origin is None:
             return self._keep(tensor, is_weight_input)
         source, (size, stride, offset, dtype) = origin
@@ -151,18 +151,20 @@ class CheapRecompute(WeightInputKeeper):
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
         # A tensor that only W reads may be on the host when B has to compute from it.
         if same and not is_weight_input:
-            source.kept_as(kept, tensor.nbytes)
+            source.set_saved_handle(kept, tensor.nbytes)
         return kept
 
     def _make_recipe(
         self, source: ValueSource, value_offset: int, tensor: Tensor, is_weight_input: bool
     ) -> _RecomputedTensor:
-        for_w = is_weight_input and not source.is_needed_in_b and source.bytes_read <= tensor.nbytes
+        for_w = (
+            is_weight_input and not source.is_recomputed_in_b and source.bytes_read <= tensor.nbytes
+        )
         source.register_use(self, for_w)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _RecomputedTensor(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
 
-    def _value(self, packed: _RecomputedTensor) -> Tensor:
+    def _recomputed_value(self, packed: _RecomputedTensor) -> Tensor:
         value = packed.source.value(self, packed.for_w)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)

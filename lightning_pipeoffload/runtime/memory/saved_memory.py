@@ -61,15 +61,15 @@ class SavedMemory:
         return (self.activation_bytes or 0) + self.for_later.num_bytes
 
     @property
-    def is_due(self) -> bool:
+    def is_measurement_due(self) -> bool:
         """Whether to measure the next microbatch."""
         return self._measures_all or self.activation_bytes is None
 
-    def measure_forward(
+    def measure_forward_if_due(
         self, store: ActivationStore | None, for_later: BytesForLaterSlices | None = None
     ) -> None:
         """Measure the bytes in ``store`` after F, and those kept for later slices, if due."""
-        if store and self.is_due:
+        if store and self.is_measurement_due:
             self.for_later = BytesForLaterSlices(
                 *map(max, self.for_later, for_later or self.for_later)
             )
@@ -88,7 +88,9 @@ class SavedMemory:
         for name in ("activation_bytes", "weight_input_bytes", "residue_bytes"):
             setattr(self, name, (getattr(self, name) or 0) + (getattr(other, name) or 0))
 
-    def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
+    def measure_backward_if_due(
+        self, queue: WeightGradQueue, store: ActivationStore | None
+    ) -> None:
         """Measure the bytes kept for W after B, of a microbatch that was measured after F."""
         if store:
             store.relabel_for_w()

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.device import CopyLanes, Lane, is_on
+from lightning_pipeoffload.runtime.device import CopyLanes, Lane, is_on_device
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Resident,
@@ -87,14 +87,14 @@ class OffloadSettings:
     largest_to_stay: int = 1024
 
 
-def address_of(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata  # private: a shape's storage has no other address
 
 
 @dataclass(eq=False)
-class _Copied:
+class _CopyGroup:
     """Storages of one part that are copied to the host and back together.
 
     ``copied`` and ``loaded`` are the events at the end of these copies.
@@ -137,9 +137,9 @@ class ActivationStore(WeightInputKeeper):
         self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._num_storages = 0
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._offloading: list[_Copied] = []
-        self._on_host: list[_Copied] = []
-        self._reloading: list[_Copied] = []
+        self._offloading: list[_CopyGroup] = []
+        self._on_host: list[_CopyGroup] = []
+        self._reloading: list[_CopyGroup] = []
 
     # Saved tensors
 
@@ -194,10 +194,10 @@ class ActivationStore(WeightInputKeeper):
             if isinstance(tensor, DTensor):
                 return SavedShard(self._pack(tensor._local_tensor, part), tensor)
             if self._counts_shapes and isinstance(tensor, ShapeOnly):
-                return SavedShape(self._saved(tensor.meta, tensor, part), tensor)
-        return self._saved(tensor, tensor, part)
+                return SavedShape(self._save_plain(tensor.meta, tensor, part), tensor)
+        return self._save_plain(tensor, tensor, part)
 
-    def _saved(self, plain: Tensor, tensor: Tensor, part: MemoryPart) -> Saved:
+    def _save_plain(self, plain: Tensor, tensor: Tensor, part: MemoryPart) -> Saved:
         """Save ``plain``: the tensor itself, or the meta tensor of a shape-only one."""
         if self._is_never_copied(plain):
             return Resident(plain)
@@ -210,7 +210,7 @@ class ActivationStore(WeightInputKeeper):
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
         # A host tensor would be copied by the host, out of the lane's order.
-        if not is_on(tensor, self._settings.device) and not (
+        if not is_on_device(tensor, self._settings.device) and not (
             self._counts_shapes and tensor.is_meta
         ):
             return True
@@ -219,10 +219,10 @@ class ActivationStore(WeightInputKeeper):
         storage = tensor.untyped_storage()
         if storage.nbytes() <= self._settings.largest_to_stay * tensor.element_size():
             return True
-        return address_of(tensor) in self._resident
+        return storage_address(tensor) in self._resident
 
     def _keep(self, tensor: Tensor, part: MemoryPart) -> SavedTensor:
-        address = address_of(tensor)
+        address = storage_address(tensor)
         storage = self._by_address.get(address)
         if storage is None:
             storage = self._by_address[address] = SavedStorage(tensor, part)
@@ -237,7 +237,7 @@ class ActivationStore(WeightInputKeeper):
 
     # Copies
 
-    def offload(self) -> None:
+    def start_offload(self) -> None:
         """Start to copy all storages to the host.
 
         Raises:
@@ -252,10 +252,10 @@ class ActivationStore(WeightInputKeeper):
                 lane.wait_for_compute()
                 for storage in storages:
                     source, what = storage.bytes_to_copy(), f"{storage.description} to the host"
-                    _copy(lane, storage, source, slab, what, to_host=True)
-                self._offloading.append(_Copied(part, storages, slab, lane.record_event()))
+                    _start_copies(lane, storage, source, slab, what, to_host=True)
+                self._offloading.append(_CopyGroup(part, storages, slab, lane.record_event()))
 
-    def measure(self) -> HeldBytes:
+    def measure_held_bytes(self) -> HeldBytes:
         """Return the bytes held after an action; measure the parts' host bytes if that is due."""
         if self.is_measured:
             self.measure_host_bytes()
@@ -286,7 +286,7 @@ class ActivationStore(WeightInputKeeper):
         self._offloading = []
         self._by_address.clear()  # another storage may get a freed address
 
-    def reload(self, parts: MemoryPart) -> None:
+    def start_reload(self, parts: MemoryPart) -> None:
         """Allocate device memory for offloaded storages of ``parts``; start to copy them back."""
         lane = self._settings.lanes.h2d
         with self._prefixing_errors():
@@ -297,7 +297,7 @@ class ActivationStore(WeightInputKeeper):
                 lane.wait_for(group.copied)
                 for storage, target in zip(group.storages, targets, strict=True):
                     what = f"{storage.description} from the host"
-                    _copy(lane, storage, target, group.slab, what, to_host=False)
+                    _start_copies(lane, storage, target, group.slab, what, to_host=False)
                 group.loaded = lane.record_event()
                 self._reloading.append(group)
 
@@ -335,7 +335,7 @@ class ActivationStore(WeightInputKeeper):
             raise
 
 
-def _copy(
+def _start_copies(
     lane: Lane, storage: SavedStorage, on_device: Tensor, slab: Slab, what: str, to_host: bool
 ) -> None:
     for offset, piece in slab.parts(storage.start, storage.start + storage.num_bytes):
@@ -346,5 +346,5 @@ def _copy(
             lane.copy(part, piece, what)
 
 
-def _num_bytes(groups: Iterable[_Copied]) -> int:
+def _num_bytes(groups: Iterable[_CopyGroup]) -> int:
     return sum(storage.num_bytes for group in groups for storage in group.storages)

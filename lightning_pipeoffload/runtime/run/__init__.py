@@ -4,4 +4,4 @@ from .executor import Executor, WaitForWeights
 from .gradient_reduction import GradientReduction
 from .pipeline import Pipeline
 from .rank_memory import ActivationMemory, Ledger
-from .traced_batch import trace_batch, trace_microbatches
+from .traced_batch import build_microbatches, split_into_microbatches

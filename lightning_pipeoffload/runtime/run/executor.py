@@ -84,7 +84,7 @@ class Executor:
             Kind.BW: self._backward,
             Kind.W: self._weight,
             **dict.fromkeys(FINAL, self._declare_final),
-            **dict.fromkeys(COPIES, self.memory.move),
+            **dict.fromkeys(COPIES, self.memory.run_copy_action),
             **dict.fromkeys(SENDS, self.mailbox.send),
             **dict.fromkeys(RECVS, self.mailbox.post),
         }
@@ -120,9 +120,9 @@ class Executor:
     def set_rank(self, rank: int, transport: Transport) -> None:
         """From the next plan on, be pipeline rank ``rank``, which sends through ``transport``."""
         self.rank = rank
-        self.mailbox.send_through(transport)
+        self.mailbox.set_transport(transport)
 
-    def time_by(self, timer: ActionTimer) -> None:
+    def set_timer(self, timer: ActionTimer) -> None:
         """Measure the next steps with another timer; the times so far stay with the old one."""
         self.timer = timer
 
@@ -159,7 +159,7 @@ class Executor:
         actions = self._actions
         if wait_for_weights is not None:
             actions = self._run_ahead(wait_for_weights, actions)
-        self.expect(actions)
+        self.expect_messages(actions)
         self._rest = iter(actions)
         for action in self._rest:
             if action.kind in _BACKWARD:
@@ -187,7 +187,7 @@ class Executor:
         # By identity: every step passes the same object, and comparing all actions takes time.
         is_other = plan is not self._plan or self._costs is not self._used_costs
         if is_other or is_profiled() is not self._is_marked:
-            self._use(plan)
+            self._switch_plan(plan)
         self._listener = listener
         self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
         self._results.clear()
@@ -203,12 +203,12 @@ class Executor:
             schedule: The schedule of a training step, or its lowered plan.
             costs: The costs of its stages; times in any unit.
         """
-        self.mailbox.limit_pending(schedule, self.rank)
+        self.mailbox.limit_pending_sends(schedule, self.rank)
         self._costs = costs
 
-    def expect(self, actions: Sequence[Action]) -> None:
+    def expect_messages(self, actions: Sequence[Action]) -> None:
         """Announce the next actions, whose messages each edge delivers in this order."""
-        self.mailbox.expect(actions)
+        self.mailbox.expect_messages(actions)
 
     def execute(self, action: Action) -> None:
         """Run the next action of a step that has started."""
@@ -222,7 +222,7 @@ class Executor:
             self.timer.end_step()
         self.mailbox.end_step()
 
-    def _use(self, plan: Schedule) -> None:
+    def _switch_plan(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
         self._actions: Sequence[Action] = plan[self.rank]
         self._keep = not plan.is_forward_only
@@ -243,7 +243,7 @@ class Executor:
         there = {*actions}
         ahead = [action for action in self._ahead if action in there]
         there.difference_update(ahead)
-        restore = next(iter(self.stages.values())).keep_writes()
+        restore = next(iter(self.stages.values())).save_written_state()
         self._run_forwards(ahead)
         if wait_for_weights():
             self._undo_forwards()
@@ -252,18 +252,18 @@ class Executor:
         return [action for action in actions if action in there]
 
     def _run_forwards(self, actions: Sequence[Action]) -> None:
-        self.expect(actions)
+        self.expect_messages(actions)
         for action in actions:
             self.execute(action)
         self.current = None
 
     def _undo_forwards(self) -> None:
         """Undo this step's forwards on all ranks, after receiving their messages."""
-        self.mailbox.undo_step()
+        self.mailbox.discard_forwards()
         self._results.clear()
-        self.memory.undo_step()
+        self.memory.discard_forwards()
         for stage in self.stages.values():
-            stage.undo_step()
+            stage.discard_forwards()
         self.timer.start_step(self._plan.num_sequence_slices)
         forget_casts()
 
@@ -278,29 +278,29 @@ class Executor:
 
     # What each kind of action does
 
-    def _begin(self, *actions: Action) -> None:
+    def _await_reloads(self, *actions: Action) -> None:
         # Before the clock starts: the time of an action does not include waits.
         for action in actions if self.memory.offloads else ():
             self.memory.wait_for_reload(action)
-        self.timer.start()
+        self.timer.start_action()
 
-    def _finish(self, *actions: Action) -> None:
+    def _record_and_free(self, *actions: Action) -> None:
         if not self._keep:
             return
-        self.timer.record(*actions)
+        self.timer.end_action(*actions)
         for action in actions:
             stage = self.stages[action.stage]
             store = stage.in_flight[action.microbatch].store
-            self.memory.ledger.record(action, None if store is None else store.measure())
+            self.memory.ledger.record(action, None if store is None else store.measure_held_bytes())
             if action.kind in _LAST:
-                stage.free(self._microbatches[action.microbatch])
+                stage.drop_microbatch(self._microbatches[action.microbatch])
 
     def _forward(self, action: Action) -> None:
         if action in self.mailbox.receives.during:
-            self.mailbox.receives.begin(action)
-        self.timer.start()  # nothing that an F needs is offloaded
+            self.mailbox.receives.post_expected_receives(action)
+        self.timer.start_action()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
-        store = self.memory.open(action, microbatch) if self._keep else None
+        store = self.memory.open_store(action, microbatch) if self._keep else None
         # The stage takes the message as late as possible, after the beginning of the step.
         receive: Callable[[], list[Tensor]] = partial(self.mailbox.receive, action, self.timer)
         if self._pending is not None and self._pending:
@@ -308,7 +308,7 @@ class Executor:
         output = stage.forward(microbatch, receive, self._keep, store)
         if not self.mailbox.put(action, output) and microbatch.has_result:
             self._results[action.microbatch] = output
-        self._finish(action)
+        self._record_and_free(action)
 
     def _await_pending_parameters(
         self, receive: Callable[[], list[Tensor]]
@@ -323,35 +323,35 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         if action in self.mailbox.receives.during:
-            self.mailbox.receives.begin(action)
-        self._begin(action)
+            self.mailbox.receives.post_expected_receives(action)
+        self._await_reloads(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         gradients = self.mailbox.receive(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
         self.mailbox.put(action, gradients)
-        self._finish(action)
+        self._record_and_free(action)
 
     def _weight(self, action: Action) -> None:
         """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
         if action in self.mailbox.receives.during:
-            self.mailbox.receives.begin(action)
+            self.mailbox.receives.post_expected_receives(action)
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
         elif self._listener is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
-            self._begin(action)
+            self._await_reloads(action)
             self.stages[action.stage].backward_weight(self._microbatches[action.microbatch])
-            self._finish(action)
+            self._record_and_free(action)
 
     def _run_tail(self, actions: list[Action]) -> None:
         assert self._listener is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        self._begin(*actions)
+        self._await_reloads(*actions)
         self.stages[first.stage].run_regrouped_weights(microbatches, self._listener)
-        self._finish(*actions)
+        self._record_and_free(*actions)
         self._regrouped.update(others)
 
     def _declare_final(self, action: Action) -> None:

@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.comm import (
     PersistentBuffers,
     Replicas,
     SumsToOwners,
-    in_buckets,
+    bucket_keys,
 )
 from lightning_pipeoffload.runtime.shapes import RemoteGradient
 from lightning_pipeoffload.runtime.step import StageGradient
@@ -78,7 +78,7 @@ class GradientReduction:
         later = {self._names[id(parameter)] for parameter in coming}
         self._add_final(name for name in self._trained if name not in later)
 
-    def finish_parameter(self, parameter: Tensor) -> None:
+    def mark_parameter_final(self, parameter: Tensor) -> None:
         """Record that the last W of a parameter has run."""
         name = self._names[id(parameter)]
         if name in self._trained:
@@ -115,7 +115,7 @@ class GradientReduction:
                 f"freeze and unfreeze alike on all ranks"
             )
         tensors = {name: self._tensors[name] for name in order}
-        return [self._make_bucket(names, tensors) for names in in_buckets(tensors)]
+        return [self._make_bucket(names, tensors) for names in bucket_keys(tensors)]
 
     def _make_bucket(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> _Bucket:
         if self._owner_of is None:

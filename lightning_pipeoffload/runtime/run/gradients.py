@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.comm import (
     FlatBucket,
     HostGroup,
     PipelineGroup,
-    in_buckets,
+    bucket_keys,
     reporting_lost_peers,
 )
 from lightning_pipeoffload.runtime.cut import SplitModule, StepRecords
@@ -60,19 +60,19 @@ class Gradients:
         self._shared: list[_Shared] = []
         self._counted_elsewhere: set[int] = set()
 
-    def copy_shared(self, tensors: SplitModule, records: StepRecords) -> None:
+    def broadcast_shared(self, tensors: SplitModule, records: StepRecords) -> None:
         """Copy shared parameters from their first owner, and common buffers from the root.
 
         Of ranks that share a stage's layers the first one sends what all of them have whole. All
         ranks call it, before the first training step.
         """
         group = self._group
-        group.make_sharing_groups(tensors.ranks_sharing())
+        group.make_sharing_groups(tensors.sharing_rank_sets())
         self._parameters = [*tensors.canonical_parameters().values()]
         self._shared = []
         for name, parameter, ranks in tensors.shared_parameters():
             group.broadcast_among(ranks, [parameter])
-            trains = partial(records.always_train, frozenset(tensors.aliases(name)))
+            trains = partial(records.is_always_trained, frozenset(tensors.aliases(name)))
             self._shared.append(_Shared(parameter, ranks, trains))
         group.broadcast_from_root(tensors.common_buffers())
         if group.num_tensor_ranks > 1:  # each draws a module that __init__ makes without a seed
@@ -89,7 +89,7 @@ class Gradients:
         """Set the replica that steps each parameter; None: all replicas step all parameters."""
         self.owner_of, self._is_divided = owner_of, False
 
-    def end_reduction(self) -> None:
+    def mark_gradients_reduced(self) -> None:
         """Record that the gradients are reduced over the replicas.
 
         If they are divided, each one is on its owner only from now on. So :meth:`sum` and
@@ -116,7 +116,7 @@ class Gradients:
             1 if self.owner_of is None else self._group.num_replicas
         )
 
-    def drop_remote(self) -> None:
+    def drop_remote_gradients(self) -> None:
         """Set gradients owned by other replicas to None, before further ones are added."""
         self._is_divided = False
         for parameter in self._parameters:
@@ -149,7 +149,7 @@ class Gradients:
 
     # Sums
 
-    def sum_shared(self) -> None:
+    def sum_shared_gradients(self) -> None:
         """All-reduce the gradient of each shared parameter over the ranks that have it.
 
         Where no rank has a gradient, ``.grad`` stays None.
@@ -163,7 +163,7 @@ class Gradients:
                 parameter = shared.parameter
                 if not self.owns(parameter):  # so do this replica's other ranks
                     continue
-                if not parameter.requires_grad or not self._has_gradient(shared):
+                if not parameter.requires_grad or not self._any_rank_has_gradient(shared):
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -175,9 +175,9 @@ class Gradients:
         with reporting_lost_peers(
             "lost a rank that shares its layers while summing their gradients"
         ):
-            for names in in_buckets(gradients):
+            for names in bucket_keys(gradients):
                 bundle = FlatBucket([gradients[name] for name in names])
-                dist.all_reduce(bundle.flat, group=self._group.tensor_group())
+                dist.all_reduce(bundle.flat, group=self._group.make_tensor_group())
                 bundle.unpack()
 
     def _gradients_in_parts(self) -> dict[int, Tensor]:
@@ -189,7 +189,7 @@ class Gradients:
             if parameter.grad is not None
         }
 
-    def _has_gradient(self, shared: _Shared) -> bool:
+    def _any_rank_has_gradient(self, shared: _Shared) -> bool:
         """Whether any rank has a gradient; an all-reduce, unless the parameter always trains."""
         if shared.always_trains():
             return True
@@ -214,18 +214,18 @@ class Gradients:
             for parameter in filter(self.owns, self._parameters):
                 if parameter.requires_grad and parameter.grad is not None:
                     parameter.grad.mul_(self._group.num_replicas)
-            self.drop_remote()
+            self.drop_remote_gradients()
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         """Return the maximum of a number over all ranks that share gradients."""
         max_over_ranks = number.clone()
         with reporting_lost_peers("lost a rank while looking for infinite gradients"):
-            self._group.reduce(max_over_ranks, dist.ReduceOp.MAX, self._is_divided)
+            self._group.all_reduce_over_ranks(max_over_ranks, dist.ReduceOp.MAX, self._is_divided)
         return max_over_ranks
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks that share gradients, on the device."""
         total = tensor.to(self._group.device, copy=True)
         with reporting_lost_peers("lost a rank while computing the gradient's norm"):
-            self._group.reduce(total, dist.ReduceOp.SUM, self._is_divided)
+            self._group.all_reduce_over_ranks(total, dist.ReduceOp.SUM, self._is_divided)
         return total

@@ -8,8 +8,8 @@ no RECV, and the message waits here::
     put(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
 
 Which tensors a message has is decided in the trace, alike on every rank:
-:meth:`StepRecord.payload_over`. ``StageRunner`` collects them, and ``StagePass`` enters them into
-the next stage.
+:meth:`StepRecord.payload_specs_before`. ``StageRunner`` collects them, and ``StagePass`` enters
+them into the next stage.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Mailbox:
         self._schedule: Schedule | None = None
         self._most_pending: dict[int, int] = {}
 
-    def send_through(self, transport: Transport) -> None:
+    def set_transport(self, transport: Transport) -> None:
         """Send and receive by another transport from the next plan on."""
         self.transport = transport
 
-    def limit_pending(self, schedule: Schedule, rank: int) -> None:
+    def limit_pending_sends(self, schedule: Schedule, rank: int) -> None:
         """Limit pending messages to the number that a training schedule, or its plan, needs."""
         if schedule is not self._schedule:  # by identity: comparing all actions takes time
             self._schedule = schedule
@@ -110,7 +110,7 @@ class Mailbox:
         self._sends.start_step()
         self._messages.clear()
 
-    def expect(self, actions: Sequence[Action]) -> None:
+    def expect_messages(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
         self.receives.queue_receives(actions)
 
@@ -132,7 +132,7 @@ class Mailbox:
             return []
         if needed not in self._messages:
             timer.pause()
-            for receive in self.receives.receives_up_to(needed):
+            for receive in self.receives.pop_receives_up_to(needed):
                 self._messages[receive] = self._transport_of_plan.wait(receive)
                 self._sends.release_delivered(receive)
             timer.resume()
@@ -156,11 +156,11 @@ class Mailbox:
     def end_step(self) -> None:
         """End a step: free the received messages."""
         self._sends.end_step()
-        self.transport.finish_step()
+        self.transport.free_unused_buffers()
 
-    def undo_step(self) -> None:
+    def discard_forwards(self) -> None:
         """Undo this step's messages, after receiving those that the peers have sent."""
-        for receive in self.receives.remaining_receives():
+        for receive in self.receives.pop_remaining_receives():
             self.transport.wait(receive)
         self._sends.release_all()
         self.start_step()

@@ -37,10 +37,10 @@ from lightning_pipeoffload.runtime.cut import (
     default_chain,
     estimate_costs,
     find_chain,
-    find_segments,
+    find_segment_uses,
     impossible_cuts,
     mark_slots,
-    stages_with,
+    stage_indices_running,
 )
 from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
@@ -56,9 +56,9 @@ from lightning_pipeoffload.runtime.step import (
     StageRunner,
     StepWrites,
     SwappedGradients,
-    caching_reads,
+    patching_checkpoints,
+    patching_scalar_reads,
     stage_gradients,
-    wrapping_checkpoints,
 )
 from lightning_pipeoffload.runtime.tensor_parallel import (
     ShardDraws,
@@ -163,10 +163,10 @@ class Pipeline:
                 find_chain(module) if names is None else chain_from_names(module, names)
             )
         finally:
-            self.compiler.compile()
+            self.compiler.enable_compilation()
             self.chain.intercept()
 
-    def _find_chain(self, kind: str, part: Any, step: UsersStep, seed: int) -> None:
+    def _choose_chain(self, kind: str, part: Any, step: UsersStep, seed: int) -> None:
         """Choose the blocks by the calls of the step: anew in training, whatever ran before.
 
         Raises:
@@ -177,7 +177,7 @@ class Pipeline:
         for names in (*self.records.find_chains(part, step, seed), None):
             try:
                 self._replace_chain(names)
-                self.records.find(kind, part, step, seed)
+                self.records.find_or_trace(kind, part, step, seed)
             except ValueError as refused:
                 error = error or refused
             else:
@@ -213,7 +213,7 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = SplitModule(self.module, self.chain, ranks, self.rank, self.device)
         self._writes = StepWrites(self.module, self.chain, self.tensors)
-        self.records.cut_anew(len(ranks))
+        self.records.prepare_new_cut(len(ranks))
         self._assigned: WeakSet[StepRecord] = WeakSet()  # whose tensors have their stages
         self.stages.clear()
         self._uses = SegmentUses(self.chain, self.tensors.trainable)
@@ -225,7 +225,7 @@ class Pipeline:
         self.stage_gradients: dict[str, StageGradient] = {}
         self._mark_parameters(self.tensors.slots)  # some may have replaced shapes
 
-    def cut_anew(self, rank: int, settings: CutSettings) -> None:
+    def prepare_new_cut(self, rank: int, settings: CutSettings) -> None:
         """Cut the module again at the next batch, with other settings but the same blocks.
 
         The records stay: neither recomputation nor stages change them.
@@ -260,7 +260,7 @@ class Pipeline:
         """Whether the user's step is running or traced."""
         return self.chain.is_running
 
-    def step_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
+    def find_record_and_cut(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         """Return the record of a step for a microbatch; cut the module for it if it is new.
 
         Args:
@@ -298,10 +298,10 @@ class Pipeline:
     def _find_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         try:
             if self._must_choose_blocks:
-                self._find_chain(kind, part, step, seed)
-            return self.records.find(kind, part, step, seed)
+                self._choose_chain(kind, part, step, seed)
+            return self.records.find_or_trace(kind, part, step, seed)
         except CallsError as error:
-            proposal = self.records.propose_blocks(part, step, seed)
+            proposal = self.records.describe_other_blocks(part, step, seed)
             raise ValueError(f"{error}{proposal}") from None
 
     def commit(self) -> None:
@@ -310,7 +310,7 @@ class Pipeline:
         self._drop_remote()
 
     def _drop_remote(self) -> None:
-        self.tensors.drop_remote(self.gradient_changes, self.settings.places)
+        self.tensors.drop_remote(self.gradient_changes, self.settings.ranks_for_errors)
 
     def retrace_if_frozen(self) -> None:
         """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""
@@ -332,7 +332,7 @@ class Pipeline:
     def attach(self) -> None:
         """Intercept the blocks' calls and weight gradients."""
         self.tensors.restore_shapes()
-        self.compiler.compile()
+        self.compiler.enable_compilation()
         self.chain.intercept()
         if self.stages:
             self.tensors.move()
@@ -340,7 +340,7 @@ class Pipeline:
         PATCHES.enter(weight_grad_kernels.deferring_kernels, self.device.type)
         if self.settings.num_sequence_slices > 1:
             PATCHES.enter(attending_to_slices, self.device.type)
-        PATCHES.enter(wrapping_checkpoints)
+        PATCHES.enter(patching_checkpoints)
         PATCHES.enter(trunc_normal_on_shapes)
         PATCHES.enter(pad_packed_on_shapes)
         if self._group is not None and self._group.num_tensor_ranks > 1:
@@ -363,18 +363,20 @@ class Pipeline:
             self._add_record(record)
         self._writes.add_traced_writes(record, self.cut.stages)
         if self._shard_draws is not None:
-            self._shard_draws.expect(record.draws.modules, self.chain.blocks, self.settings.compile)
+            self._shard_draws.register_drawing_modules(
+                record.draws.modules, self.chain.blocks, self.settings.compile
+            )
         self._mark_weights_for_b(record)
         if self.settings.head_weight_grad == "B":
             self._mark_head_for_b(record)
         if record.reads.common and len(self.tensors.local_stages) > 1:
-            PATCHES.enter(caching_reads)
+            PATCHES.enter(patching_scalar_reads)
         if record.hooks.line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hooks.line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():
             check_recompute_full(record, self.chain)
         if len(self.cut.stages) > 1:
-            check_step(record, self.chain, self.cut.stages, self.tensors.owners_of)
+            check_step(record, self.chain, self.cut.stages, self.tensors.owning_stages)
 
     def _mark_weights_for_b(self, record: StepRecord) -> None:
         """Mark weights whose gradient B computes: W is short, or some uses cannot wait for W.
@@ -383,7 +385,7 @@ class Pipeline:
         frozen base. Mixed uses would change the order of the sum.
         """
         for name, segments in record.segments.items():
-            if all(map(record.work.has_short_weight, segments)):
+            if all(map(record.work.has_short_weight_grad, segments)):
                 self.left_to_b.update(self.tensors.aliases(name))
         for stage in (self.cut.stages[index] for index in self.tensors.local_stages):
             for name, uses in record.weight_uses.items():
@@ -430,7 +432,7 @@ class Pipeline:
 
     def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:
         written = record.writes.weights  # for nothing else does it matter which segments need what
-        needed = find_segments(slots, self.chain, record) if written else {}
+        needed = find_segment_uses(slots, self.chain, record) if written else {}
         aliases = self.tensors.aliases
         return impossible_cuts(
             record, self.chain, lambda name: set().union(*(needed[n] for n in aliases(name)))
@@ -438,15 +440,15 @@ class Pipeline:
 
     def _assign(self, slots: list[Slot]) -> None:
         owners = {
-            name: stages_with(self.cut.stages, segments)
+            name: stage_indices_running(self.cut.stages, segments)
             for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:
-            self.parts.send_to_owners(owners, self.tensors, slots)
+            self.parts.send_to_new_owners(owners, self.tensors, slots)
             self._mark_parameters(slots)
         self.tensors.assign(owners, slots)
         self.tensors.move()
-        self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
+        self.stage_gradients = stage_gradients(self.tensors.parameters_with_local_stages())
         for index in self.tensors.local_stages:
             gradients = [each for each in self.stage_gradients.values() if each.stage == index]
             context = StageContext(
@@ -467,7 +469,7 @@ class Pipeline:
         for gradient in self.stage_gradients.values():
             gradient.add()
 
-    def shared_segments(self) -> list[frozenset[int]]:
+    def segments_of_shared_parameters(self) -> list[frozenset[int]]:
         """List the segments of each parameter that several segments use."""
         by_parameter: dict[int, frozenset[int]] = {}
         for name, segments in self._uses.segments.items():
@@ -476,7 +478,7 @@ class Pipeline:
                 by_parameter[key] = by_parameter.get(key, frozenset()) | segments
         return [segments for segments in by_parameter.values() if len(segments) > 1]
 
-    def modules_of(self, segment: int) -> list[str]:
+    def modules_outside_blocks(self, segment: int) -> list[str]:
         """List the modules outside of the blocks whose parameters only one segment uses."""
         names = {
             name.rpartition(".")[0]: None

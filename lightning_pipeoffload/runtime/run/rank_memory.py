@@ -26,7 +26,7 @@ from lightning_pipeoffload.runtime.memory import (
     HostBytes,
     HostMemory,
     OffloadSettings,
-    address_of,
+    storage_address,
 )
 from lightning_pipeoffload.runtime.step import Microbatch, StageRunner
 from lightning_pipeoffload.schedule import (
@@ -179,7 +179,7 @@ class ActivationMemory:
         """Use other streams for copies from and to the host from the next step on."""
         self.settings = replace(self.settings, lanes=lanes)
 
-    def forget_peaks(self) -> None:
+    def reset_peaks(self) -> None:
         """Reset the ledger, and with it the device's peak, which is compared with the ledger's."""
         self._there = {}
         self.ledger = Ledger(self._measured_after, self._bytes_for_later_slices)
@@ -218,7 +218,7 @@ class ActivationMemory:
         """Allocate the plan's host memory before the step, for sizes that are known."""
         planned, host_bytes = self._reserved
         if self._offloaded and (actions is not planned or host_bytes != self._host_bytes):
-            self.settings.host.reserve(_slabs(actions, self._host_bytes))
+            self.settings.host.preallocate(_slabs(actions, self._host_bytes))
             self._reserved = actions, {stage: {**of} for stage, of in self._host_bytes.items()}
 
     def abandon(self) -> None:
@@ -227,26 +227,26 @@ class ActivationMemory:
             with suppress(CopyError):  # it is known, for the step has failed
                 store.release_slabs()
 
-    def undo_step(self) -> None:
+    def discard_forwards(self) -> None:
         """Discard everything that this step has saved, because the step restarts."""
         for store in self._stores():
             store.release_slabs()
         self.ledger.start_step()
         self._there.clear()
 
-    def open(self, action: Action, microbatch: Microbatch) -> ActivationStore | None:
+    def open_store(self, action: Action, microbatch: Microbatch) -> ActivationStore | None:
         """Return a store for the tensors that an F saves, if it needs one."""
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
         memory = stage.memories[action.microbatch % self._num_slices]
-        is_measured = self._measures_all or memory.is_due
+        is_measured = self._measures_all or memory.is_measurement_due
         if key not in self._offloaded and not is_measured:
             return None
         if not self._owned:
-            self._owned = {address_of(tensor) for tensor in stage.owned_tensors()}
+            self._owned = {storage_address(tensor) for tensor in stage.owned_tensors()}
         # Parameters and the microbatch itself are never offloaded.
         leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
-        resident = self._owned.union(map(address_of, leaves))
+        resident = self._owned.union(map(storage_address, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"
         host_bytes = self._host_bytes[action.stage]
         return ActivationStore(name, resident, self.settings, host_bytes, is_measured)
@@ -261,17 +261,17 @@ class ActivationMemory:
         if store is not None:
             store.wait_for_reload(KINDS[action.kind].needs)
 
-    def move(self, action: Action) -> None:
+    def run_copy_action(self, action: Action) -> None:
         """Run an OFFLOAD, FREE or RELOAD, and record it in the ledger."""
         store = self._stages[action.stage].in_flight[action.microbatch].store
         assert store is not None
         if action.kind in _OFFLOADS:
-            store.offload()
+            store.start_offload()
         elif action.kind in RELOADS:
-            store.reload(KINDS[action.kind].puts)
+            store.start_reload(KINDS[action.kind].puts)
         else:
             store.free()
-        self.ledger.record(action, store.measure())
+        self.ledger.record(action, store.measure_held_bytes())
 
     def _measured_after(self, action: Action) -> HeldBytes:
         key, row = (action.stage, action.microbatch), KINDS[action.kind]
@@ -295,7 +295,7 @@ class ActivationMemory:
 def _slabs(
     actions: Sequence[Action], host_bytes: Mapping[int, HostBytes]
 ) -> Iterator[tuple[tuple[int, int, MemoryPart], int]]:
-    """Yield the slabs of a rank's actions in order, as :meth:`HostMemory.reserve` reads them."""
+    """Yield the slabs of a rank's actions in order, for :meth:`HostMemory.preallocate`."""
     on_device: defaultdict[_Key, MemoryPart] = defaultdict(lambda: NOTHING)
     for kind, stage, microbatch in actions:
         key, row = (stage, microbatch), KINDS[kind]

@@ -21,16 +21,16 @@ from lightning_pipeoffload.runtime.users_code import (
 )
 
 
-def trace_batch(
+def split_into_microbatches(
     pipeline: Pipeline, batch: Any, size: int, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
-    """Cut a batch into microbatches of ``size`` samples; see :func:`trace_microbatches`."""
-    return trace_microbatches(
+    """Cut a batch into microbatches of ``size`` samples; see :func:`build_microbatches`."""
+    return build_microbatches(
         pipeline, BatchStructure().split(batch, size), batch, step, kind, seed
     )
 
 
-def trace_microbatches(
+def build_microbatches(
     pipeline: Pipeline, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
     """Make microbatches of a batch's parts, and trace the step for those with new shapes.
@@ -54,7 +54,7 @@ def trace_microbatches(
         if of_alike is not None and num_samples == cut.sizes[0]:
             records.append(of_alike)
             continue
-        records.append(pipeline.step_record(kind, part, step, own_seed))
+        records.append(pipeline.find_record_and_cut(kind, part, step, own_seed))
         # Parts of one size have the same shapes; what depends on values differs.
         if cut.are_alike and len(records) == 1 and records[0].holds_for_shapes:
             of_alike = records[0]

@@ -88,14 +88,19 @@ class BlockOnSlice:
         options: dict[str, Any],
     ) -> Tensor:
         """Attend to the keys and values of this slice and of earlier ones."""
-        self._check(query, key, mask, is_causal)
+        self._check_attention(query, key, mask, is_causal)
         part = self.part
         slices = self._earlier.keys_and_values[self._call, self._num_attentions]
         self._num_attentions += 1
         if not self._has_run:  # in a backward no later slice comes
             if len(slices) != part.index:
                 self._refuse_skipped_attention()
-            slices.append((self._earlier.leaf_of(part, key), self._earlier.leaf_of(part, value)))
+            slices.append(
+                (
+                    self._earlier.make_shared_leaf(part, key),
+                    self._earlier.make_shared_leaf(part, value),
+                )
+            )
         keys, values = zip(*slices[: part.index], (key, value), strict=True)
         if not self._has_dropout:
             options["dropout_p"] = 0.0
@@ -112,7 +117,9 @@ class BlockOnSlice:
             f"it before the blocks, or use num_sequence_slices=1"
         )
 
-    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    def _check_attention(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> None:
         size, reason = self.part.stop - self.part.start, ""
         if _checkpoint_state() != self._around:
             raise ValueError(
@@ -222,7 +229,7 @@ class _LowerRight(NamedTuple):
     seq_len_kv: int
 
 
-def _attention(original: Original) -> Callable[..., Tensor]:
+def _make_attention_kernel(original: Original) -> Callable[..., Tensor]:
     def kernel(
         keys: Any,
         query: Tensor,
@@ -251,4 +258,6 @@ def attending_to_slices(device_type: str) -> AbstractContextManager[None]:
     It costs 2 to 4 us a call.
     """
     call = functional.scaled_dot_product_attention
-    return registered_kernel("scaled_dot_product_attention", _attention, call, device_type)
+    return registered_kernel(
+        "scaled_dot_product_attention", _make_attention_kernel, call, device_type
+    )

@@ -86,20 +86,18 @@ class SlicedBlockCheck:
         """
         device = next((leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)), "cpu")
         with seeded(0), _in_float32(torch.device(device)):
-            weights = self._weights()
+            weights = self._perturbed_weights()
             self._compare(weights, [*map(_varied_input, self._leaves, self._dims)], 1.0)
             self._compare(weights, [*map(_extreme_input, self._leaves, self._dims)], 0.0)
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _perturbed_weights(self) -> dict[str, Tensor]:
         # They train as before: torch's own transformer layers call no attention where none does.
         weights = {
-            name: _with_other_values(weight).requires_grad_(weight.requires_grad)
+            name: _perturbed(weight).requires_grad_(weight.requires_grad)
             for name, weight in self._block.named_parameters()
         }
         buffers = {
-            name: _with_other_values(buffer).abs()
-            if _is_constant(buffer)
-            else _as_float32(buffer).clone()
+            name: _perturbed(buffer).abs() if _is_constant(buffer) else _as_float32(buffer).clone()
             for name, buffer in self._block.named_buffers()
         }
         return weights | buffers
@@ -139,7 +137,7 @@ class SlicedBlockCheck:
     def _run_slices(
         self, leaves: Sequence[Any], gradient: float, slices: Sequence[SequenceSlice]
     ) -> list[Tensor]:
-        earlier = _Joined()
+        earlier = _SlicesInOneGraph()
         results = [self._run_slice(leaves, part, earlier) for part in slices]
         dims = [dim for (dim, *_) in self._output_dims]
         outputs = [torch.cat(parts, dim) for *parts, dim in zip(*results, dims, strict=True)]
@@ -193,11 +191,11 @@ class _BlockRunner(nn.Module):
         return run()
 
 
-class _Joined(EarlierSlices):
+class _SlicesInOneGraph(EarlierSlices):
     """Slices with one graph."""
 
     @override
-    def leaf_of(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+    def make_shared_leaf(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -248,7 +246,7 @@ def _varied_input(leaf: Any, dims: Dims) -> Any:
             else _zeros_in_float32(leaf)
         )
     if leaf.is_floating_point() and len(dims) == 1:
-        return _with_other_values(leaf).requires_grad_()
+        return _perturbed(leaf).requires_grad_()
     return _as_float32(leaf.detach())
 
 
@@ -282,7 +280,7 @@ def _is_constant(tensor: Tensor) -> bool:
     return is_one and bool(tensor.eq(tensor.flatten()[0]).all())
 
 
-def _with_other_values(tensor: Tensor) -> Tensor:
+def _perturbed(tensor: Tensor) -> Tensor:
     """Change each number by a tenth, and zeros by a tenth of the other numbers."""
     values = _as_float32(tensor.detach())
     if not values.is_floating_point():

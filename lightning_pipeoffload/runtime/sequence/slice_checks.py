@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import is_on_accelerator, leaves_of, start_reading
+from lightning_pipeoffload.runtime import is_on_accelerator, leaves_of, start_host_copy
 from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceSlice
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
@@ -59,7 +59,9 @@ class SliceChecks:
         leaves = [*leaves_of(arguments)]
         state += [leaf for leaf in leaves if type(leaf) in _PLAIN]
         numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
-        reads = [(leaf, start_reading(leaf)) for leaf in numbers if not isinstance(leaf, ShapeOnly)]
+        reads = [
+            (leaf, start_host_copy(leaf)) for leaf in numbers if not isinstance(leaf, ShapeOnly)
+        ]
         late = [read for leaf, read in reads if is_on_accelerator(leaf)]
         now = [read for leaf, read in reads if not is_on_accelerator(leaf)]
         state += [read().item() for read in (*now, *(seen.late if seen else ()))]
@@ -70,21 +72,21 @@ class SliceChecks:
         # What changes in each batch is checked as if nothing did.
         return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
 
-    def is_selected(self, index: int, find_classes: Callable[[], Sequence[int]]) -> bool:
+    def is_selected(self, index: int, classify_blocks: Callable[[], Sequence[int]]) -> bool:
         """Return whether to check this block, not another one of its class, if a check is due.
 
         Args:
             index: The block's number.
-            find_classes: Returns the class of each block; called once.
+            classify_blocks: Returns the class of each block; called once.
         """
-        self._classes = self._classes or find_classes()
+        self._classes = self._classes or classify_blocks()
         members, num_batches = self._members[self._classes[index]], self._seen[index].num_batches
         if index not in members:
             members.append(index)
         num_checks = num_batches.bit_length() - 1
         return not _is_power_of_two(num_batches) or members[num_checks % len(members)] == index
 
-    def batches_since_check(self, index: int) -> str:
+    def record_and_describe_check(self, index: int) -> str:
         """Return the end of a refusal: the batches since the block's last check; record a check."""
         last, now = self._checked.get(index, 0), self._seen[index].num_batches
         self._checked[index] = now
@@ -95,7 +97,7 @@ class SliceChecks:
             f"then may have been wrong)"
         )
 
-    def record_mask(
+    def record_masked_value(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
     ) -> None:
         """Record the value, such as -inf or False, that a mask has for all keys after a slice.
@@ -112,17 +114,17 @@ class SliceChecks:
         if not any(_attends_to_later_keys(number, part, mask, dims) for part in slices[:-1]):
             self._forbidden[place] = number
 
-    def check_mask(
+    def start_mask_check(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, part: SequenceSlice
     ) -> Callable[[], Tensor] | None:
         """Return a function that reads whether a mask lets a slice attend to later keys.
 
-        None if there are no later keys, or :meth:`record_mask` did not record the mask.
+        None if there are no later keys, or :meth:`record_masked_value` did not record the mask.
         """
         number = self._forbidden.get(place)
         if number is None or part.is_last:
             return None
-        return start_reading(_attends_to_later_keys(number, part, mask, dims))
+        return start_host_copy(_attends_to_later_keys(number, part, mask, dims))
 
 
 def _is_power_of_two(number: int) -> bool:

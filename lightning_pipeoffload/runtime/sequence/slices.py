@@ -129,7 +129,7 @@ class EarlierSlices:
         self.keys_and_values = defaultdict(list)
         self._shared: defaultdict[int, list[SharedValue]] = defaultdict(list)
 
-    def leaf_of(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+    def make_shared_leaf(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
         """Return a leaf with the value of a slice's tensor, for the graphs of later slices."""
         leaf = tensor.detach()
         if tensor.requires_grad:
@@ -147,7 +147,7 @@ class EarlierSlices:
         self.keys_and_values.clear()
         self._shared.clear()
 
-    def kept_by(self, part: SequenceSlice) -> BytesForLaterSlices:
+    def bytes_kept_by_slice(self, part: SequenceSlice) -> BytesForLaterSlices:
         """Return the size of the tensors that a slice keeps for later slices, after its F."""
         pairs = self.keys_and_values.values()
         kept = [tensor for pair in pairs for tensor in pair[part.index]]
@@ -157,9 +157,11 @@ class EarlierSlices:
         num_tokens = part.stop - part.start
         return BytesForLaterSlices(sum(storages.values()), sum(gradients), num_tokens)
 
-    def pop_gradient_edges(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
+    def pop_edges_and_gradients(
+        self, part: SequenceSlice
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the further edges at which a slice's B begins, and their gradients."""
-        self._check_masks()
+        self._finish_mask_checks()
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():
             del of_attention[part.index :]
@@ -170,7 +172,7 @@ class EarlierSlices:
                 gradients.append(leaf.grad)
         return edges, gradients
 
-    def _check_masks(self) -> None:
+    def _finish_mask_checks(self) -> None:
         for name, is_open in self.masks:
             if is_open():
                 raise ValueError(

@@ -40,7 +40,7 @@ def record_draw(
     if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it
         return
     is_of_shard = any(getattr(leaf, "origins", frozenset()) >= OF_SHARD for leaf in leaves_of(args))
-    module = _drawing_module(root)
+    module = _innermost_running_module(root)
     if kwargs.get("generator") is not None:
         if is_of_shard:
             _refuse_draw(func, "by a generator of its own")
@@ -51,7 +51,7 @@ def record_draw(
         _refuse_draw(func, "and for what all tensor ranks have, in one module")
 
 
-def _drawing_module(root: nn.Module) -> nn.Module | None:
+def _innermost_running_module(root: nn.Module) -> nn.Module | None:
     for frame in running_frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

@@ -34,7 +34,7 @@ _SAME = {
 }  # fmt: skip
 
 
-def outcome_of(
+def finite_check_outcome(
     func: torch._ops.OpOverload, args: tuple[Any, ...], known: list[Any], result: Any
 ) -> float | None:
     """Return what each element of an operation's result is if all values are finite.

@@ -130,7 +130,7 @@ class KernelsOnZeros:
                 return self._add_module(frame.f_locals["self"], blocks)
         return False
 
-    def explain(self, error: BaseException) -> BaseException:
+    def error_with_reason(self, error: BaseException) -> BaseException:
         """Return ``error`` with the reason why :meth:`register_from_error` registered nothing."""
         if not _asks_for_address(error):
             return error
@@ -161,27 +161,27 @@ class KernelsOnZeros:
         with ExitStack() as stack:
             stack.enter_context(replaced(self, "_observe", observe))
             for function in self._functions:
-                apply = classmethod(self._apply_instead(function))
+                apply = classmethod(self._make_apply_wrapper(function))
                 stack.enter_context(replaced(function, "apply", apply))
             for owner, plain in self._modules.items():
-                forward = self._forward_instead(owner, plain)
+                forward = self._make_forward_wrapper(owner, plain)
                 stack.enter_context(replaced(owner, "forward", forward))
             yield
 
-    def _apply_instead(self, function: Any) -> Callable[..., Any]:
+    def _make_apply_wrapper(self, function: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(_Kernel(cls, super(function, cls).apply), args, kwargs)  # type: ignore[misc]
+            return self._call(_KernelCaller(cls, super(function, cls).apply), args, kwargs)  # type: ignore[misc]
 
         return apply
 
-    def _forward_instead(self, owner: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_forward_wrapper(self, owner: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = plain if owner is module else partial(plain, module)
-            return self._call(_Kernel(type(module), run, module), args, kwargs)
+            return self._call(_KernelCaller(type(module), run, module), args, kwargs)
 
         return partial(forward, owner) if isinstance(owner, nn.Module) else forward
 
-    def _call(self, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, kernel: _KernelCaller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._observe(kernel.name, (args, kwargs, kernel.tensors))
         operands = substitute_values((args, kwargs)), kernel.tensors
         run = partial(self._run, kernel)
@@ -189,7 +189,7 @@ class KernelsOnZeros:
             return run(*operands)
         return handle_torch_function(run, (), *operands)
 
-    def _run(self, kernel: _Kernel, arguments: Any, weights: list[Tensor]) -> Any:
+    def _run(self, kernel: _KernelCaller, arguments: Any, weights: list[Tensor]) -> Any:
         args, kwargs = arguments
         if not has_shape_only((arguments, weights)):
             return kernel.run(*args, **kwargs)
@@ -235,7 +235,7 @@ def _asks_for_address(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "data pointer" in str(error)
 
 
-class _Kernel:
+class _KernelCaller:
     """A call of a Function or of a module's forward."""
 
     def __init__(self, kind: Any, run: Callable[..., Any], module: nn.Module | None = None) -> None:
@@ -247,7 +247,7 @@ class _Kernel:
         self.tensors = [slot.tensor for slot in self.slots]
 
 
-def _key_of(kernel: _Kernel, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
+def _key_of(kernel: _KernelCaller, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
     """Return a key that determines the results' shapes, and what must be kept for ids in it."""
     is_autocast = torch.is_autocast_enabled(device)
     modes = torch.is_grad_enabled(), is_autocast and torch.get_autocast_dtype(device)
@@ -350,10 +350,14 @@ class _ShapeOnlyFunction(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         _ = ctx.saved_tensors  # as its own backward asks for them
-        return None, None, *(None if leaf is None else _gradient_of(leaf) for leaf in ctx.inputs)
+        return (
+            None,
+            None,
+            *(None if leaf is None else _placeholder_gradient(leaf) for leaf in ctx.inputs),
+        )
 
 
-def _gradient_of(leaf: Tensor) -> Tensor:
+def _placeholder_gradient(leaf: Tensor) -> Tensor:
     if not isinstance(leaf, ShapeOnly):
         return torch.zeros_like(leaf)
     return ShapeOnly(torch.empty_like(leaf.meta), leaf.device, leaf.origins)
@@ -381,7 +385,7 @@ class _Maker:
         return ShapeOnly(base.meta.detach().as_strided(*view), *self._form)
 
 
-def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Result:
+def _run_on_zeros(kernel: _KernelCaller, arguments: Any, inputs: list[Tensor]) -> _Result:
     origins = origins_of(shape_only_leaves(inputs))
     saved: list[Tensor] = []
     products = _FlopRecorder(origins)

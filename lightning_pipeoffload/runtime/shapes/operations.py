@@ -65,7 +65,7 @@ def call_factory(
 
 
 @cache
-def lengths_place(func: torch._ops.OpOverload) -> int | None:
+def lengths_argument_index(func: torch._ops.OpOverload) -> int | None:
     """Return the index of the argument with the lengths of packed sequences; None: there is none.
 
     Torch reads its values on the CPU; the shapes of the results depend on them.
@@ -163,7 +163,7 @@ _IN_PIECES = {aten.normal_, aten.uniform_}
 _PIECE = 1 << 20  # elements
 
 
-def draws_by_shape(func: torch._ops.OpOverload) -> bool:
+def has_known_draw_count(func: torch._ops.OpOverload) -> bool:
     """Whether :func:`advance_generator` knows how many random numbers an operation draws."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return not draws or func.overloadpacket in {*DRAWS_BY_SHAPE, aten.native_dropout}
@@ -234,7 +234,7 @@ def run_on_meta(
             on zeros.
         in_new_memory: Whether each result needs memory of its own.
     """
-    key = key_of(func, args, kwargs)
+    key = result_cache_key(func, args, kwargs)
     if key is not None and key not in RESULTS:
         if len(RESULTS) == _MOST_RESULTS:
             RESULTS.clear()
@@ -244,7 +244,7 @@ def run_on_meta(
     cached = RESULTS.get(key)
     if cached is None:
         return _run(func, args, kwargs, device)
-    return map_operands(_in_new_memory, cached) if in_new_memory else cached
+    return map_operands(_empty_meta_like, cached) if in_new_memory else cached
 
 
 def _run(
@@ -256,7 +256,7 @@ def _run(
     except (NotImplementedError, RuntimeError):
         if func.namespace in _TORCHS_OWN:
             raise
-    args, kwargs = map_operands(lambda leaf: _to_real(leaf, device), (args, kwargs))
+    args, kwargs = map_operands(lambda leaf: _zeros_on_device(leaf, device), (args, kwargs))
     return map_operands(_to_meta, func(*args, **kwargs))
 
 
@@ -264,13 +264,13 @@ def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
-def _to_real(leaf: Any, device: torch.device) -> Any:
+def _zeros_on_device(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
         return torch.zeros_like(leaf, device=device)
     return device if isinstance(leaf, torch.device) else leaf
 
 
-def key_of(
+def result_cache_key(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Return a cache key for a call; None if its result is a view, or has no hashable key."""
@@ -295,7 +295,7 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
     types = {str(part.type) for part in schema.returns}
-    is_by_shapes = func.namespace in _TORCHS_OWN and lengths_place(func) is None
+    is_by_shapes = func.namespace in _TORCHS_OWN and lengths_argument_index(func) is None
     return is_by_shapes and types == {"Tensor"} and not any(aliases)
 
 
@@ -314,7 +314,7 @@ def has_plain_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _in_new_memory(tensor: Tensor) -> Tensor:
+def _empty_meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -322,7 +322,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.
 _MOST_RESULTS = 4096
 # One for the process: a result depends on its key alone.
 RESULTS: dict[tuple[Any, ...] | None, Any] = {}
-"""The cached results of :func:`run_on_meta`, by :func:`key_of`; None: it has to run."""
+"""The cached results of :func:`run_on_meta`, by :func:`result_cache_key`; None: it has to run."""
 
 
 def _grouped_mm(

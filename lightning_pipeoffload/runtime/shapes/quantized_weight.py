@@ -59,7 +59,7 @@ def carry_options(shape: Any, weight: Any) -> None:
     shape.quant_state = None if state is None else shape_only_quant_state(state, shape)
 
 
-def quantize_stand_in(stand_in: ShapeOnly, slot: Slot) -> None:
+def quantize_stand_in_if_4bit(stand_in: ShapeOnly, slot: Slot) -> None:
     """Give ``stand_in`` the packed shape of a slot's 4-bit weight, and a shape-only state.
 
     An unquantized weight gets the packed shape and state that it will have on a device.
@@ -78,7 +78,7 @@ def quantize_stand_in(stand_in: ShapeOnly, slot: Slot) -> None:
         refuse_other_quantized(slot.name, weight)
 
 
-def refuse_shard(name: str, weight: Tensor) -> None:
+def refuse_dtensor_weight(name: str, weight: Tensor) -> None:
     """Raise ``ValueError`` for a DTensor where layers are not shared."""
     if isinstance(weight, DTensor):
         raise ValueError(f"{name} is a DTensor, a shard of a weight, {SHARDED}")
@@ -86,7 +86,7 @@ def refuse_shard(name: str, weight: Tensor) -> None:
 
 def refuse_other_quantized(name: str, weight: Tensor) -> None:
     """Raise ``ValueError`` for an 8-bit weight, and for one that consists of several tensors."""
-    refuse_shard(name, weight)
+    refuse_dtensor_weight(name, weight)
     if hasattr(weight, "SCB"):
         raise ValueError(
             f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
@@ -100,7 +100,7 @@ def refuse_other_quantized(name: str, weight: Tensor) -> None:
         )
 
 
-def full_shape(weight: Any) -> torch.Size:
+def unpacked_shape(weight: Any) -> torch.Size:
     """Return the shape of a 4-bit weight before it is packed."""
     shape: torch.Size = weight.shape if weight.quant_state is None else weight.quant_state.shape
     return shape
@@ -177,7 +177,7 @@ def scales_of(tensor: Tensor) -> list[Tensor]:
     return scales
 
 
-def num_values(tensor: Tensor) -> int:
+def num_unpacked_values(tensor: Tensor) -> int:
     """Return the number of values of a weight; a packed one has several per element."""
     state = getattr(tensor, "quant_state", None)
     return tensor.numel() if state is None else state.shape.numel()
@@ -201,14 +201,14 @@ def describe_4bit(weight: Any) -> str:
 def move_weight(slot: Slot, device: torch.device) -> None:
     """Move a parameter or buffer; an unquantized 4-bit weight is quantized, as by ``layer.to``."""
     weight: Any = slot.tensor
-    quantize(weight, device)
+    quantize_if_4bit(weight, device)
     weight.data = weight.data.to(device)
     state = getattr(weight, "quant_state", None)
     if state is not None:
         state.to(device)
 
 
-def quantize(weight: Any, device: torch.device) -> None:
+def quantize_if_4bit(weight: Any, device: torch.device) -> None:
     """Move an unquantized 4-bit weight to a device, which quantizes it."""
     if is_4bit(weight) and not weight.bnb_quantized:
         weight.to(device)
@@ -224,7 +224,7 @@ def map_with_quant_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Te
     return sent
 
 
-def copy_state(slot: Slot, value: Tensor) -> None:
+def copy_quant_state(slot: Slot, value: Tensor) -> None:
     """Set the quantization state of a slot's weight and layer to that of ``value``, if any."""
     state = getattr(value, "quant_state", None)
     if state is not None:

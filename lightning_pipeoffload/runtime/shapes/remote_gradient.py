@@ -103,7 +103,7 @@ def derive_expression(
     return GradientExpression(sizes[0], what) if what is not None and is_of_one else None
 
 
-def reduce_known(
+def known_reduction(
     func: torch._ops.OpOverload, of: GradientExpression, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> float | None:
     """Return the result of a reduction over all elements of ``of``; None if it is unknown."""
@@ -180,7 +180,7 @@ class RemoteGradient(ShapeOnly):
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         assert self.expression is not None
-        value = reduce_known(func, self.expression, args, kwargs)
+        value = known_reduction(func, self.expression, args, kwargs)
         if value is None:
             return None
         shape = func(self.meta, *args, **kwargs)

@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     carry_options,
     is_4bit,
     quantize_shape,
-    quantize_stand_in,
+    quantize_stand_in_if_4bit,
 )
 from lightning_pipeoffload.runtime.shapes.remote_gradient import (
     GRADIENT_OF,
@@ -85,7 +85,7 @@ class RemoteTensor(ShapeOnly):
         stand_in = cls.like_weight(slot.tensor, meta, device, origin)
         # Private: isinstance(_, nn.Parameter) reads it.
         stand_in._is_param = slot.kind == "_parameters"
-        quantize_stand_in(stand_in, slot)
+        quantize_stand_in_if_4bit(stand_in, slot)
         return stand_in
 
     @classmethod
@@ -175,7 +175,7 @@ def remote_subclass_of(kind: type[RemoteTensor], parameter: type[Tensor]) -> typ
     return Remote
 
 
-def explain_remote(error: ValueNeededError) -> str:
+def remote_read_message(error: ValueNeededError) -> str:
     """Return the error message for a hook or script that reads a value of another rank."""
     advice = (
         "its 2-norm and largest absolute value are on every rank in on_after_backward, "

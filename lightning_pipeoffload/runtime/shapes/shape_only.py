@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.finite_checks import is_order, outcome_of
+from lightning_pipeoffload.runtime.shapes.finite_checks import finite_check_outcome, is_order
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
     RESULTS,
@@ -31,8 +31,8 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     clear_conj_neg_bits,
     goes_member_by_member,
     is_ordinary,
-    key_of,
-    lengths_place,
+    lengths_argument_index,
+    result_cache_key,
     run_members,
     run_on_meta,
     written_arguments,
@@ -42,11 +42,11 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     RULES,
     AddressNeededError,
     ValueNeededError,
-    are_observed,
     assume_sizes,
     assume_value,
     describe_origins,
     fit_split_sizes,
+    has_observer,
     is_dropped,
     is_mask,
     make_result,
@@ -219,7 +219,7 @@ class ShapeOnly(Tensor):
             ValueNeededError: The operation reads a missing value, or writes one into a real tensor.
         """
         kwargs = kwargs or {}
-        cached = _known_result(func, args, kwargs)
+        cached = _cached_result(func, args, kwargs)
         if cached is not None:
             return cached
         if goes_member_by_member(func, args):
@@ -237,21 +237,21 @@ class ShapeOnly(Tensor):
         func, args = _masks_to_indices(func, args)
         args = fit_split_sizes(func, args)
         assumed = assume_sizes(func, args, origins)
-        _refuse_writes(func, args, kwargs, origins)
+        _refuse_writes_to_real(func, args, kwargs, origins)
         # Random numbers are not used while operations are only observed, and may take much memory;
         # but the trace has to observe that a generator of the user's advances.
-        is_seen = not are_observed() or kwargs.get("generator") is not None
+        is_seen = not has_observer() or kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = _operands_on_meta(func, args), _on_meta(kwargs)
         if assumed is None:  # observers compare the memory of results
-            out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
+            out = run_on_meta(func, *on_meta, device, in_new_memory=has_observer())
         else:
             out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
-        _refuse_reduction(func, shape_only, result)
+        _refuse_reduction_in_hook(func, shape_only, result)
         _record_outcome(func, args, result)
         notify_observer(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
@@ -265,14 +265,14 @@ def _is_scratch(func: torch._ops.OpOverload) -> bool:
     Dropout draws its mask there: of an attention that would be heads x length x length numbers.
     """
     is_empty = func.overloadpacket is aten.empty_like
-    return is_empty and are_observed() and is_dropped(torch.empty(0))
+    return is_empty and has_observer() and is_dropped(torch.empty(0))
 
 
-def _known_result(
+def _cached_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the cached result for the same shapes; None if the operation needs more work."""
-    # As are_observed() decides: an F has many operations before its first block.
+    # As has_observer() decides: an F has many operations before its first block.
     if not is_ordinary(func) or (RULES and RULES[-1].observe is not None):
         return None
     operands: list[ShapeOnly] = []
@@ -283,7 +283,7 @@ def _known_result(
         metas.append(leaf.meta if isinstance(leaf, ShapeOnly) else leaf)
     if kwargs:
         operands += shape_only_leaves(kwargs)
-    cached = RESULTS.get(key_of(func, metas, _on_meta(kwargs) if kwargs else kwargs))
+    cached = RESULTS.get(result_cache_key(func, metas, _on_meta(kwargs) if kwargs else kwargs))
     if cached is None:
         return None
     origins, device = operands[0].origins, kwargs.get("device") or operands[0].device
@@ -294,16 +294,16 @@ def _known_result(
     else:
         result = _wrap_new(cached, device, origins)
     if not RULES:
-        _refuse_reduction(func, operands, result)
+        _refuse_reduction_in_hook(func, operands, result)
     return result
 
 
 def _record_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    if not (are_observed() and isinstance(result, ShapeOnly)):
+    if not (has_observer() and isinstance(result, ShapeOnly)):
         return
     operands = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
     known = [leaf.outcome if isinstance(leaf, ShapeOnly) else None for leaf in operands]
-    result.outcome = outcome_of(func, args, known, result)
+    result.outcome = finite_check_outcome(func, args, known, result)
     result.is_order = is_order(func)
 
 
@@ -356,7 +356,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _operands_on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
-    on_meta, place = map_operands(_to_meta, args), lengths_place(func)
+    on_meta, place = map_operands(_to_meta, args), lengths_argument_index(func)
     if place is None:
         return on_meta
     lengths = args[place]
@@ -389,7 +389,7 @@ def _places_in(index: Any) -> Sequence[Any]:
     return index.nonzero().unbind(1) if is_known else (index,)
 
 
-def _refuse_writes(
+def _refuse_writes_to_real(
     func: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -403,7 +403,7 @@ def _refuse_writes(
             raise ValueNeededError(f"{name}() into a tensor of this stage", origins)
 
 
-def _refuse_reduction(
+def _refuse_reduction_in_hook(
     func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
 ) -> None:
     """Refuse reductions to one number in hooks, which would use or log the number."""

@@ -108,7 +108,7 @@ def notify_observer(func: torch._ops.OpOverload, args: tuple[Any, ...], result: 
         observe(func, args, result)
 
 
-def are_observed() -> bool:
+def has_observer() -> bool:
     """Return whether an observer is set: then this is a trace, whose results are not used."""
     return bool(RULES) and RULES[-1].observe is not None
 

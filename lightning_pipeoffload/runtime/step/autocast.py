@@ -26,14 +26,14 @@ def _sharing_casts(device: torch.device) -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before or _separates_no_grad_casts(device.type))
     try:
-        with sharing_compiled_casts(), without_fused_layers(device):
+        with sharing_compiled_casts(), without_mha_fastpath(device):
             yield
     finally:
         torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
-def without_fused_layers(device: torch.device) -> Iterator[None]:
+def without_mha_fastpath(device: torch.device) -> Iterator[None]:
     """Under autocast, disable the fused inference kernels of torch's transformer layers.
 
     These kernels ignore autocast, and torch avoids them only for CUDA's autocast. The trace without

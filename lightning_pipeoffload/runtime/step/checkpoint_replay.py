@@ -51,7 +51,7 @@ class CheckpointChecker:
     compares: bool
     is_first: bool
 
-    def wrapping(self) -> AbstractContextManager[None]:
+    def checking_recomputation(self) -> AbstractContextManager[None]:
         """Return the context in which functions that are checkpointed are wrapped."""
         return ACTIVE_SETTINGS.during(self)
 
@@ -61,7 +61,7 @@ class _CheckedFunction:
         self._function = function
         self._replayer = replayer
         self._digests: list[int] = []
-        self._called_before, is_in_block = replayer.step.last_block()
+        self._called_before, is_in_block = replayer.step.last_called_block()
         self._is_in_block = is_in_block or replayer.writes.is_block(function)
         self._name = ""
         is_ours = isinstance(function, RecomputedCall)
@@ -76,7 +76,7 @@ class _CheckedFunction:
             self._digests = _digests(output)
 
     def _find_name(self) -> str:
-        called, is_running = self._replayer.step.last_block()
+        called, is_running = self._replayer.step.last_called_block()
         if is_running or called != self._called_before:
             return called
         return getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -101,7 +101,10 @@ class _CheckedFunction:
                 )
 
     def _run_again(self, *args: Any, **kwargs: Any) -> Any:
-        with self._replayer.wrapping(), self._replayer.writes.running_again(self._is_in_block):
+        with (
+            self._replayer.checking_recomputation(),
+            self._replayer.writes.undoing_recompute_writes(self._is_in_block),
+        ):
             try:
                 output = self._function(*args, **kwargs)
             except RuntimeError as error:
@@ -213,7 +216,7 @@ def is_repeatable(device: torch.device) -> bool:
 
 
 @contextmanager
-def wrapping_checkpoints() -> Iterator[None]:
+def patching_checkpoints() -> Iterator[None]:
     """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointChecker` wraps functions."""
     generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
     with (

@@ -14,11 +14,11 @@ the middle, with the numbers of the events below::
     saved tensors               5 ===== OFFLOAD FREE RELOAD ======11
     queue of W                                                    11 ========15
 
- 1. The batch is cut: ``trace_microbatches`` makes each Microbatch, with the record of its shapes.
+ 1. The batch is cut: ``build_microbatches`` makes each Microbatch, with the record of its shapes.
  2. At RECV_F, or as soon as the message may come, the Mailbox posts a receive.
- 3. F: ``ActivationMemory.open`` returns a store if the plan copies the tensors that this F saves,
-    or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls
-    the step.
+ 3. F: ``ActivationMemory.open_store`` returns a store if the plan copies the tensors that this F
+    saves, or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that
+    calls the step.
  4. At the stage's first block the pass takes the message. ``payload.start_stage_graph`` makes its
     tensors the beginning of the stage's graph, which ends B there: their gradients are put into
     ``received``.
@@ -36,8 +36,8 @@ the middle, with the numbers of the events below::
 14. Until W the queue remains, and values of tensors that later F's write and W reads (``seen``).
 15. W: ``StageRunner.backward_weight`` empties the queue. BW adds all gradients at once and ends
     here too.
-16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
-    ``undo_step`` those whose forwards run again.
+16. ``StageRunner.drop_microbatch`` drops the InFlight. After an error ``abandon`` drops all of a
+    stage, and ``discard_forwards`` those whose forwards run again.
 
 Where blocks run on slices of sequences, each slice is a Microbatch with its own InFlight; tensors
 kept for later slices of a microbatch on a stage are in the EarlierSlices that they share.
@@ -56,7 +56,7 @@ from lightning_pipeoffload.runtime.memory import ActivationStore
 from lightning_pipeoffload.runtime.sequence import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.step_writes import WrittenByForward
-from lightning_pipeoffload.runtime.users_code import TensorValues
+from lightning_pipeoffload.runtime.users_code import TensorSnapshot
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 
 
@@ -88,7 +88,7 @@ class InFlight:
     loss: Tensor | None = None
     sent: tuple[GradientEdge, ...] = ()
     written: WrittenByForward | None = None
-    seen: TensorValues | None = None
+    seen: TensorSnapshot | None = None
     earlier: EarlierSlices | None = None
     awaits_weight: bool = False
 

@@ -57,7 +57,7 @@ class Microbatch:
         return len(self.of_slices) or 1
 
 
-def set_plan_indices(
+def set_indices_and_weights(
     microbatches: Sequence[Microbatch],
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
@@ -76,7 +76,7 @@ def set_plan_indices(
     return microbatches
 
 
-def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+def split_into_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
     """Return each microbatch once per slice of its sequences, with the indices in the plan."""
     num_slices = microbatches[0].num_slices
     if num_slices == 1:

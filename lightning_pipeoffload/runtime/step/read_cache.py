@@ -72,7 +72,7 @@ class ReadCachePass(StagePass):
 
 
 @contextmanager
-def caching_reads() -> Iterator[None]:
+def patching_scalar_reads() -> Iterator[None]:
     """Replace the methods of ``torch.Tensor`` that read a scalar, such as ``item``."""
     with ExitStack() as stack:
         for name in _READERS:

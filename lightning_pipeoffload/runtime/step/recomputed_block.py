@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime import RandomStateSnapshot, forked_randomness
-from lightning_pipeoffload.runtime.users_code import RandomGenerators, Slot, TensorValues, swapped
+from lightning_pipeoffload.runtime.users_code import RandomGenerators, Slot, TensorSnapshot, swapped
 from lightning_pipeoffload.runtime.weight_grad import saving_hooks
 
 
@@ -68,7 +68,7 @@ class _StateBefore:
     ) -> None:
         self._randomness = RandomStateSnapshot()
         self._of_modules = generators.replay() if generators is not None else nullcontext
-        self._weights = TensorValues(written)
+        self._weights = TensorSnapshot(written)
         self._buffers = [
             (Slot(name, child, name, "_buffers"), buffer.clone(), buffer._version)
             for child in block.modules()

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see run
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime import BlockOutput, mix_seed, output_tensors
-from lightning_pipeoffload.runtime.cut import StageExit, find_classes, running_checkpoint
+from lightning_pipeoffload.runtime.cut import StageExit, classify_blocks, running_checkpoint
 from lightning_pipeoffload.runtime.sequence import BlockOnSlice, Dims, SlicedBlockCheck
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
@@ -89,16 +89,16 @@ class SlicedPass(StagePass):
         """Return the whole output of a call; before the last block it has no values."""
         output, context = self._step_record.outputs[call], self._context
         if call == len(self._record.calls) - 1:
-            return output.fill(self._join(call, tensors))
+            return output.fill(self._keep_or_concatenate(call, tensors))
         origins = context.chain.output_origins(self._record.calls[call])
         device = self._microbatch.device
-        shapes = [ShapeOnly(meta, device, origins) for meta in output.metas]
+        shapes = [ShapeOnly(meta, device, origins) for meta in output.meta_tensors]
         self._values = {id(s): (s, t) for s, t in zip(shapes, tensors, strict=True)}
         return output.fill(shapes)
 
-    def _join(self, call: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _keep_or_concatenate(self, call: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not self._part.is_last:
-            kept = [self._earlier.leaf_of(self._part, tensor) for tensor in tensors]
+            kept = [self._earlier.make_shared_leaf(self._part, tensor) for tensor in tensors]
             self._earlier.outputs.append(kept)
             self._has_exited = True
             raise StageExit([])
@@ -115,16 +115,18 @@ class SlicedPass(StagePass):
             )
         chain, dims, record = self._context.chain, self._dims, self._step_record
         case = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
-        if record.slice_checks.is_selected(index, partial(find_classes, chain, record)):
+        if record.slice_checks.is_selected(index, partial(classify_blocks, chain, record)):
             plain = super()._plain_call(index)
-            since = record.slice_checks.batches_since_check(index)
+            since = record.slice_checks.record_and_describe_check(index)
             SlicedBlockCheck(
                 chain.block_name(index), chain.blocks[index], plain, *case, since
             ).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):
-                record.slice_checks.record_mask((call, place), leaf, of, record.sequence_slices)
+                record.slice_checks.record_masked_value(
+                    (call, place), leaf, of, record.sequence_slices
+                )
 
     def _cut(self, call: int, index: int, arguments: Any) -> Any:
         leaves, form = tree_flatten(arguments)
@@ -133,15 +135,15 @@ class SlicedPass(StagePass):
             raise ValueError(
                 f"{self._context.chain.block_name(index)} gets {len(leaves)} arguments, and got "
                 f"{len(dims)} when the step ran without values; with num_sequence_slices they "
-                f"cannot depend on values{self._step_record.derivation}"
+                f"cannot depend on values{self._step_record.derivation_note}"
             )
         for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
             if len(of) == 2:
-                self._check_mask((call, place), index, leaf, of)
+                self._start_mask_check((call, place), index, leaf, of)
         cut = [self._cut_leaf(index, leaf, of) for leaf, of in zip(leaves, dims, strict=True)]
         return tree_unflatten(cut, form)
 
-    def _check_mask(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
+    def _start_mask_check(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
         """Start to check that a mask does not let this slice attend to later slices.
 
         The first B of the microbatch reads the result, and raises ``ValueError`` if the mask does.
@@ -156,7 +158,7 @@ class SlicedPass(StagePass):
         if isinstance(mask, ShapeOnly) or id(mask) in self._masks:
             return
         self._masks[id(mask)] = mask
-        is_open = self._step_record.slice_checks.check_mask(place, mask, dims, self._part)
+        is_open = self._step_record.slice_checks.start_mask_check(place, mask, dims, self._part)
         if is_open is not None:
             self._earlier.masks.append((self._context.chain.block_name(index), is_open))
 

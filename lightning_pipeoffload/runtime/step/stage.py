@@ -31,8 +31,8 @@ from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.read_cache import ReadCachePass
 from lightning_pipeoffload.runtime.step.sliced_pass import SlicedPass
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.step.step_writes import refuse_late_writes
-from lightning_pipeoffload.runtime.users_code import TensorValues
+from lightning_pipeoffload.runtime.step.step_writes import reraise_as_late_write
+from lightning_pipeoffload.runtime.users_code import TensorSnapshot
 from lightning_pipeoffload.runtime.weight_grad import (
     GradientListener,
     RegroupedWeightGrads,
@@ -63,7 +63,7 @@ class StageRunner:
         self.in_flight: dict[int, InFlight] = {}
         self._records: WeakKeyDictionary[StepRecord, StageRecord] = WeakKeyDictionary()
         self._last = -1
-        self._present: tuple[Any, TensorValues] | None = None
+        self._present: tuple[Any, TensorSnapshot] | None = None
 
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
@@ -85,7 +85,7 @@ class StageRunner:
         return "" if self.is_first else self._context.chain.block_name(start - 1)
 
     @property
-    def _last_block(self) -> str:
+    def _last_block_name(self) -> str:
         return self._context.chain.block_name(self._context.stage.blocks.stop - 1)
 
     def record_of(self, microbatch: Microbatch) -> StageRecord:
@@ -130,8 +130,8 @@ class StageRunner:
             flight.earlier = self._earlier_of(flight)
             step = SlicedPass(context, flight, receive)
         if context.writes.may_write_tensors:
-            queue.record_operands()
-            self._keep_seen()
+            queue.start_recording_operands()
+            self._snapshot_seen_values()
         if not keep:
             with context.forward_context():
                 output = step.run()
@@ -142,8 +142,12 @@ class StageRunner:
                 output = step.run()
             flight.written = step.written
             if store is not None:
-                kept = None if flight.earlier is None else flight.earlier.kept_by(flight.slice)
-                self.memories[flight.place].measure_forward(store, kept)
+                kept = (
+                    None
+                    if flight.earlier is None
+                    else flight.earlier.bytes_kept_by_slice(flight.slice)
+                )
+                self.memories[flight.place].measure_forward_if_due(store, kept)
         if self.is_last:
             if not keep or not microbatch.has_result:
                 return output
@@ -192,7 +196,7 @@ class StageRunner:
         received = flight.received
         assert received is not None
         memory = self.memories[flight.place]
-        flight.queue.start_backward(fused, counts_flops=memory.deferred_flops is None)
+        flight.queue.configure_backward(fused, counts_flops=memory.deferred_flops is None)
         with self._around_backward(flight), flight.queue:
             self._differentiate(flight, gradients)
         flight.awaits_weight = True
@@ -201,13 +205,13 @@ class StageRunner:
         to_send = gradients_to_send(received, self._sender)
         received.gradients, flight.sent, flight.loss = (), (), None
         if flight.store is not None or memory.deferred_flops is None:
-            memory.measure_backward(flight.queue, flight.store)
+            memory.measure_backward_if_due(flight.queue, flight.store)
         return to_send
 
     def _differentiate(self, flight: InFlight, gradients: list[Tensor]) -> None:
         roots = flight.sent
         if flight.earlier is not None:
-            edges, of_later = flight.earlier.pop_gradient_edges(flight.slice)
+            edges, of_later = flight.earlier.pop_edges_and_gradients(flight.slice)
             roots, gradients = (*roots, *edges), [*gradients, *of_later]
         try:
             if roots:
@@ -224,7 +228,7 @@ class StageRunner:
                 microbatch = flight.microbatch
                 microbatch.differentiate(weighted(flight.loss, microbatch.weight))
         except RuntimeError as error:
-            refuse_late_writes(error, self._context.tensors)
+            reraise_as_late_write(error, self._context.tensors)
             raise
 
     def backward_weight(self, microbatch: Microbatch) -> None:
@@ -250,14 +254,14 @@ class StageRunner:
             for microbatch in microbatches:
                 self.backward_weight(microbatch)
             for parameter in parameters:
-                final.finish_parameter(parameter)
+                final.mark_parameter_final(parameter)
             return
         gradients = RegroupedWeightGrads(flight.queue.pop_all() for flight in flights)
         final.mark_gradients_final(self._context.stage.index, gradients.parameters)
-        with backward_mode(microbatches[0].device), self._gradients, self._checking_hooks():
-            gradients.run(final.finish_parameter)
+        with backward_mode(microbatches[0].device), self._gradients, self._checking_first_hooks():
+            gradients.run(final.mark_parameter_final)
 
-    def free(self, microbatch: Microbatch) -> None:
+    def drop_microbatch(self, microbatch: Microbatch) -> None:
         """Drop the state of a microbatch, whose weight gradients are computed."""
         del self.in_flight[microbatch.index]
         if not self.in_flight:
@@ -274,10 +278,10 @@ class StageRunner:
             self._gradients,
             flight.seen.restored(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
             self._context.writes.hiding_later_writes(self._context.stage.index, flight.written),
-            self._checking_hooks(),
+            self._checking_first_hooks(),
         )
 
-    def _checking_hooks(self) -> AbstractContextManager[Any]:
+    def _checking_first_hooks(self) -> AbstractContextManager[Any]:
         """Refuse hooks that write their weight; checks the first backwards only."""
         self._num_checked += 1
         is_checked = self._num_checked <= _NUM_CHECKED and self._context.num_stages > 1
@@ -296,7 +300,7 @@ class StageRunner:
                     f"it in the optimizer or in on_before_optimizer_step()"
                 )
 
-    def _keep_seen(self) -> None:
+    def _snapshot_seen_values(self) -> None:
         tensors = self._context.written_tensors()
         if tensors:
             torch.clear_autocast_cache()
@@ -306,11 +310,11 @@ class StageRunner:
         if not last.awaits_weight or last.queue.may_read(tensors):
             last.seen = self._present_of(tensors)
 
-    def _present_of(self, tensors: list[Tensor]) -> TensorValues:
+    def _present_of(self, tensors: list[Tensor]) -> TensorSnapshot:
         """Return the present values of tensors; copied once for all B and W between two F's."""
         key = self._context.writes.num_forwards, [*map(id, tensors)]
         if self._present is None or self._present[0] != key:
-            self._present = key, TensorValues(tensors)
+            self._present = key, TensorSnapshot(tensors)
         return self._present[1]
 
     def _around_forward(self, flight: InFlight, step: StagePass) -> AbstractContextManager[Any]:
@@ -323,11 +327,11 @@ class StageRunner:
             NOTHING if microbatch.record.backwards.are_any else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
             _cheap_recompute() if self._context.recompute == "cheap" else NOTHING,
-            CheckpointChecker(step, writes, compares, is_first).wrapping()
+            CheckpointChecker(step, writes, compares, is_first).checking_recomputation()
             if is_first or writes.is_by_users
             else NOTHING,
             self._context.forward_context(),
-            NOTHING if flight.microbatch.has_result else writes.undone(),
+            NOTHING if flight.microbatch.has_result else writes.undoing_writes(),
         )
 
     def abandon(self) -> None:
@@ -335,7 +339,7 @@ class StageRunner:
         self._drop_flights()
         self._context.gradients.forget()
 
-    def undo_step(self) -> None:
+    def discard_forwards(self) -> None:
         """Drop all forwards of this step, since they run again with other weights."""
         self._compared.difference_update(self.in_flight)
         self._drop_flights()
@@ -346,23 +350,23 @@ class StageRunner:
                 flight.earlier.drop()
         self.in_flight.clear()
 
-    def keep_writes(self) -> Callable[[], None]:
+    def save_written_state(self) -> Callable[[], None]:
         """Save attributes and buffers that steps write; return a function that restores them."""
         return self._context.writes.keep()
 
     def _refuse_payload(self, leaves: list[Tensor], flight: InFlight) -> NoReturn:
         raise RuntimeError(
-            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where "
+            f"{self._last_block_name} returned {[*map(TensorSpec.of, leaves)]} where "
             f"{flight.record.specs_out} was expected from the shapes of the batch; what a block "
             f"returns must not depend on the values of its input"
-            f"{flight.microbatch.record.derivation}"
+            f"{flight.microbatch.record.derivation_note}"
         )
 
     def _refuse_frozen(self) -> NoReturn:
         raise RuntimeError(
-            f"whether the output of {self._last_block} requires a gradient has changed without "
-            f"the other ranks knowing; freeze or unfreeze parameters in hooks, alike on all "
-            f"ranks, or before fit"
+            f"whether the output of {self._last_block_name} requires a gradient has changed "
+            f"without the other ranks knowing; freeze or unfreeze parameters in hooks, alike on "
+            f"all ranks, or before fit"
         )
 
 

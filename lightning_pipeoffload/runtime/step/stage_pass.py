@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime import (
     NOTHING,
     BlockOutput,
     combine_contexts,
-    has_drawn_since,
+    has_drawn_outside_torch,
     map_in_place,
     mix_seeds,
     output_tensors,
@@ -126,10 +126,10 @@ class StageContext:
     @cached_property
     def call(self) -> StepCall:
         """Describes the stage's calls of the user's step."""
-        is_last_local = self.stage.index == self.writes.last_stage
+        is_last_local = self.stage.index == self.writes.last_local_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
-    def notice_draws(self, seed: int) -> None:
+    def detect_draws_outside_torch(self, seed: int) -> None:
         """Seed numpy and Python for each block from now on if the step has drawn from them.
 
         A step may begin to draw after it was traced, as mixup does after a warm-up. In the first
@@ -138,12 +138,12 @@ class StageContext:
         Args:
             seed: The seed at the start of the step.
         """
-        self.draws_outside_torch = has_drawn_since(seed)
+        self.draws_outside_torch = has_drawn_outside_torch(seed)
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return the output of block ``index`` with shape-only tensors."""
         origins = self.chain.output_origins(index)
-        return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
+        return output.fill([ShapeOnly(meta, device, origins) for meta in output.meta_tensors])
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of an F: it sets this stage's attributes, and restores generators."""
@@ -154,7 +154,7 @@ class StageContext:
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
-        return self.writes.tensors_of(self.stage.index)
+        return self.writes.written_tensors_of(self.stage.index)
 
 
 class StagePass:
@@ -191,12 +191,12 @@ class StagePass:
         self._carried = self._counter = None
         if record.received_values or record.sent_values:
             self._carried = CarriedValues(
-                record.received_values, record.sent_values, self._step_record.derivation
+                record.received_values, record.sent_values, self._step_record.derivation_note
             )
             self._counter = self._carried if self._carried.counts else None
         self._shape_outputs = {} if self._carried else record.shape_outputs
 
-    def last_block(self) -> tuple[str, bool]:
+    def last_called_block(self) -> tuple[str, bool]:
         """Return the name of the stage's block called last, and whether it is still running."""
         name = "" if self._called < 0 else self._context.chain.block_name(self._called)
         return name, self._is_in_block
@@ -234,7 +234,7 @@ class StagePass:
         if context.writes.is_by_users:
             self.written = context.writes.written_by_forward()
         if self._microbatch.index == 0 and self._seed_segment is not seed_all:  # once a batch
-            context.notice_draws(seed)
+            context.detect_draws_outside_torch(seed)
         return output
 
     def _run_watched(self) -> Any:
@@ -268,7 +268,7 @@ class StagePass:
         if call == record.exit:
             self._has_exited = True
             sent, self._sent = self._sent, []
-            carried = self._carried.to_send() if self._carried else ()
+            carried = self._carried.tensors_to_send() if self._carried else ()
             raise StageExit([*sent, *carried], output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
@@ -373,7 +373,7 @@ class StagePass:
             with torch.inference_mode(False), torch.enable_grad():
                 entered = start_stage_graph(tensors, self._received)
         if self._carried:
-            self._carried.receive(entered[self._record.num_output_tensors :])
+            self._carried.fill_stand_ins(entered[self._record.num_output_tensors :])
         self._context.tensors.show(self._context.stage.index)
         for call, places in self._record.received_outputs.items():
             self._entered[call] = entered[places]
@@ -401,7 +401,7 @@ class StagePass:
             f"the step calls {name(index)}{in_brackets(running_user_line())}, and {instead} when "
             f"it ran without values; in a pipeline the blocks that a step calls cannot depend on "
             f"values, attributes or the batch's number: call them in every step, and choose, as "
-            f"in x = torch.where(wanted, block(x), x){self._step_record.derivation}"
+            f"in x = torch.where(wanted, block(x), x){self._step_record.derivation_note}"
         )
 
     def _refuse_early_end(self, result: Any) -> None:

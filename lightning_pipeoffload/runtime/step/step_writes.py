@@ -40,12 +40,12 @@ from lightning_pipeoffload.runtime.users_code import (
     StepState,
     Write,
     fingerprint,
+    fingerprint_if_small,
     in_brackets,
     is_iterator,
     is_random_generator,
     is_unchanged,
     private_copy,
-    short_fingerprint,
 )
 
 _Values = dict[str, Any]
@@ -105,7 +105,7 @@ class StepWrites:
         self.num_forwards = 0
 
     @property
-    def last_stage(self) -> int:
+    def last_local_stage(self) -> int:
         """The last stage of the rank."""
         return max(self._num_passes)
 
@@ -174,7 +174,7 @@ class StepWrites:
             return "before the blocks"
         return f"before {self._chain.block_name(point.segment)}"
 
-    def tensors_of(self, stage: int) -> list[Tensor]:
+    def written_tensors_of(self, stage: int) -> list[Tensor]:
         """List the tensors that ``stage`` writes in place and that its backwards may read."""
         if not self.may_write_tensors:
             return []
@@ -204,7 +204,7 @@ class StepWrites:
             return _placing_placeholders(missing, made) if missing else NOTHING
         return combine_contexts(
             _StageValues(self, stage.index),
-            _placing_placeholders(missing, made, self._of_other_homes(stage.index))
+            _placing_placeholders(missing, made, self._make_other_home_filter(stage.index))
             if missing
             else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
@@ -222,7 +222,7 @@ class StepWrites:
         """Return fingerprints of the attributes that the user's steps write, after a forward."""
         written = self._by_users.values()
         return WrittenByForward(
-            self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written]
+            self.num_forwards, [(v, fingerprint_if_small(v.value, _MOST)) for v in written]
         )
 
     def hiding_later_writes(
@@ -259,7 +259,7 @@ class StepWrites:
         return restore
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undoing_writes(self) -> Iterator[None]:
         """Restore the attributes at the end of the context; the writes of the last slice remain."""
         state = self._state(())
         yield
@@ -294,7 +294,7 @@ class StepWrites:
         return any(owner is block for block in self._chain.blocks)
 
     @contextmanager
-    def running_again(self, is_in_block: bool) -> Iterator[None]:
+    def undoing_recompute_writes(self, is_in_block: bool) -> Iterator[None]:
         """Undo, after the context, the attribute writes of a function that a backward recomputes.
 
         ``is_in_block``: whether only code of a block runs.
@@ -317,7 +317,7 @@ class StepWrites:
 
     def _home_of(self, child: nn.Module) -> int:
         stage = self._block_stages.get(id(child))
-        return stage if stage in self._num_passes else self.last_stage
+        return stage if stage in self._num_passes else self.last_local_stage
 
     def _homes_of(self, child: nn.Module) -> list[int]:
         """Return the home of a module on each rank, so that all ranks decide alike."""
@@ -334,7 +334,7 @@ class StepWrites:
         is_missing = key in self._missing[stage] and key not in self._reached[stage]
         return self._home_of(child) != stage and not is_missing
 
-    def _of_other_homes(self, stage: int) -> Callable[[nn.Module], bool]:
+    def _make_other_home_filter(self, stage: int) -> Callable[[nn.Module], bool]:
         return lambda child: self._home_of(child) != stage
 
     def _spaces_of_other_homes(self, stage: int) -> list[_SpaceOf]:
@@ -423,7 +423,7 @@ class _StageValues:
 _WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
 
 
-def refuse_late_writes(error: RuntimeError, tensors: SplitModule) -> None:
+def reraise_as_late_write(error: RuntimeError, tensors: SplitModule) -> None:
     """Raise ``RuntimeError`` with the buffer's name if one was written before a backward reads it.
 
     The first run of the step, which would have shown it, did not write it.
@@ -482,7 +482,7 @@ class _RemoteWrittenValue(RemoteValue):
 
 
 def _has_changed(variable: NamedAttribute, was: Fingerprint | None) -> bool:
-    now = None if was is None else short_fingerprint(variable.value, _MOST)
+    now = None if was is None else fingerprint_if_small(variable.value, _MOST)
     return was is None or now is None or not is_unchanged(was, now)
 
 

@@ -73,13 +73,13 @@ def sharding_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     Raises:
         ValueError: As :func:`replace_dtensors`.
     """
-    with initializing_shards(module), _warning_of_parted_weights(module, mesh.get_rank()):
+    with initializing_shards(module), _warning_of_untied_weights(module, mesh.get_rank()):
         yield
     replace_dtensors(module, mesh["tensor_parallel"])
 
 
 @contextmanager
-def _warning_of_parted_weights(module: nn.Module, global_rank: int) -> Iterator[None]:
+def _warning_of_untied_weights(module: nn.Module, global_rank: int) -> Iterator[None]:
     """Warn if a plan divides a weight under one of its names only, or under each apart."""
     divided: list[ReferenceType[Tensor]] = []
     parted: list[Any] = []
@@ -132,7 +132,7 @@ def replace_dtensors(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} has a forward that was assigned to it, and tensor ranks share layers by "
                 f"the forward of their class; leave the layer out of the plan, or give it a class"
             )
-        share = _find_sharder(layer, shardings)
+        share = _find_forward_replacer(layer, shardings)
         share(layer, module, shardings)
         register_sharding_hooks(layer, shardings)
 
@@ -170,22 +170,24 @@ def _local_of(slot: Slot, sharding: Sharding) -> Tensor:
     return local
 
 
-def _find_sharder(
+def _find_forward_replacer(
     layer: nn.Module, shardings: Mapping[str, Sharding]
 ) -> Callable[[nn.Module, nn.Module, Mapping[str, Sharding]], None]:
     weight = shardings.get("weight")
     if weight is not None and weight.is_divided:
         if type(layer).forward is nn.Linear.forward:
-            return _shard_linear
+            return _replace_linear_forward
         if type(layer).forward is nn.Embedding.forward:
-            return _shard_embedding
-    return _shard_other
+            return _replace_embedding_forward
+    return _replace_other_forward
 
 
 # Linear layers
 
 
-def _shard_linear(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def _replace_linear_forward(
+    layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]
+) -> None:
     mesh, of_weight = shardings["weight"].mesh, shardings["weight"].placement
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
     is_first = mesh.get_local_rank() == 0
@@ -229,7 +231,7 @@ def _name_in(module: nn.Module, layer: nn.Module) -> str:
 # Embeddings
 
 
-def _shard_embedding(
+def _replace_embedding_forward(
     layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]
 ) -> None:
     sharding = shardings["weight"]
@@ -262,7 +264,9 @@ def _shard_embedding(
 # Others
 
 
-def _shard_other(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def _replace_other_forward(
+    layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]
+) -> None:
     run = type(layer).forward
     if run in (nn.LayerNorm.forward, nn.RMSNorm.forward):  # whose gradients are never divided
         shardings = {

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_pipeoffload.runtime import draw_seed, mix_seed, seed_torch
-from lightning_pipeoffload.runtime.shapes import are_observed
+from lightning_pipeoffload.runtime.shapes import has_observer
 
 
 class _Stream(NamedTuple):
@@ -42,7 +42,7 @@ class ShardDraws:
         self._hooked: set[nn.Module] = set()
         self._streams: list[_Stream] = []
 
-    def expect(
+    def register_drawing_modules(
         self,
         drawing_modules: Mapping[nn.Module, bool],
         blocks: Iterable[nn.Module],
@@ -85,7 +85,7 @@ class ShardDraws:
             )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if are_observed():
+        if has_observer():
             return
         outer = self._streams[-1] if self._streams else None
         if outer is not None and outer.is_of_shard:
@@ -97,7 +97,7 @@ class ShardDraws:
         self._seed(seed, self._is_of_shard[module])
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if are_observed() or not self._streams:
+        if has_observer() or not self._streams:
             return
         stream = self._streams.pop()
         is_in_shard = bool(self._streams) and self._streams[-1].is_of_shard

@@ -19,8 +19,9 @@ from .snapshot import (
     ContainedValues,
     Fingerprint,
     StepState,
-    TensorValues,
+    TensorSnapshot,
     fingerprint,
+    fingerprint_if_small,
     is_plain_value,
     is_unchanged,
     is_written,
@@ -28,7 +29,6 @@ from .snapshot import (
     refill,
     restoring_attributes,
     restoring_module,
-    short_fingerprint,
 )
 from .sources import (
     REGISTRIES,
@@ -50,9 +50,9 @@ from .step_call import (
 )
 from .tensor_slots import Slot, find_slots, swapped
 from .users_lines import (
+    format_source_line,
     in_brackets,
     is_library_object,
-    line_of,
     running_frames,
     running_user_line,
     users_line,

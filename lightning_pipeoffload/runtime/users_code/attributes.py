@@ -24,8 +24,8 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     Attribute,
     Fingerprint,
     fingerprint,
+    fingerprint_if_small,
     is_unchanged,
-    short_fingerprint,
 )
 from lightning_pipeoffload.runtime.users_code.sources import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.users_lines import (
@@ -151,7 +151,7 @@ class AttributeWatch:
         return (
             _is_mutable(value)
             and variable.attribute not in self._compared
-            and short_fingerprint(value, _MOST_VALUES) is None
+            and fingerprint_if_small(value, _MOST_VALUES) is None
         )
 
     def _record_variable(self, variable: NamedAttribute) -> None:

@@ -101,7 +101,7 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
     return states
 
 
-def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
+def fingerprint_if_small(value: Any, most: int) -> Fingerprint | None:
     """Record a value as ``fingerprint`` does; None if it contains more than ``most`` values."""
     if is_plain_value(value):
         return [(value, 0)]
@@ -302,7 +302,7 @@ def _copy_object(value: Any, copy_value: Callable[[Any], Any]) -> Any:
 # Restoring
 
 
-class TensorValues:
+class TensorSnapshot:
     """A snapshot of tensors: their values, storages and versions."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -315,9 +315,9 @@ class TensorValues:
         return [tensor for tensor, *_ in self._seen]
 
     @contextmanager
-    def restored(self, now: TensorValues | None = None) -> Iterator[None]:
+    def restored(self, now: TensorSnapshot | None = None) -> Iterator[None]:
         """Restore these values within the context, and the present ones, ``now``, afterwards."""
-        now = now or TensorValues(self.tensors)
+        now = now or TensorSnapshot(self.tensors)
         self.restore()
         try:
             yield
@@ -399,7 +399,7 @@ class StepState:
                 for value in objects.values()
                 if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
             ]
-        self._tensors = TensorValues(tensors)
+        self._tensors = TensorSnapshot(tensors)
 
     def restore(self) -> set[int]:
         """Restore all; return the ids of objects changed in place, except given tensors."""
@@ -488,7 +488,7 @@ def _objects_in(value: Any, walked: _Walked) -> Iterator[Any]:
 def restoring_module(module: nn.Module, written: Container[str]) -> Iterator[None]:
     """Restore gradients, buffers, attributes, generators, and the parameters named ``written``."""
     named = module.named_parameters()
-    weights = TensorValues(parameter for name, parameter in named if name in written)
+    weights = TensorSnapshot(parameter for name, parameter in named if name in written)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
         with restoring_attributes(module):

@@ -58,7 +58,7 @@ def users_line(error: BaseException) -> str:
     """Return the user's innermost line in the traceback; "" if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users_file(frame.filename):
-            return line_of(frame.filename, frame.lineno or 0)
+            return format_source_line(frame.filename, frame.lineno or 0)
     return ""
 
 
@@ -66,7 +66,7 @@ def running_user_line() -> str:
     """Return the user's innermost line that is running; "" if there is none."""
     for frame in running_frames():
         if is_users_file(frame.f_code.co_filename):
-            return line_of(frame.f_code.co_filename, frame.f_lineno)
+            return format_source_line(frame.f_code.co_filename, frame.f_lineno)
     return ""
 
 
@@ -78,7 +78,7 @@ def running_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def line_of(filename: str, number: int) -> str:
+def format_source_line(filename: str, number: int) -> str:
     """Return file, number and text of a line."""
     return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
 

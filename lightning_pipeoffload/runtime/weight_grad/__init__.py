@@ -16,8 +16,8 @@ from .node import (
     Hooks,
     ReadInput,
     WeightInputKeeper,
-    keep_input,
     keeper_of,
+    save_input_outside_graph,
     saving_hooks,
     trains_parameters,
 )
@@ -28,9 +28,9 @@ from .queue import (
     active_queue,
     add_product_in_float32,
     add_product_to_grad,
-    adds_in_float32,
     defer_weight_grad,
     has_hooks,
     mark_computed_in_b,
+    supports_float32_accumulation,
 )
 from .regrouping import GradientListener, RegroupedWeightGrads

@@ -37,7 +37,7 @@ class DeferredCall:
         *options: Further arguments of the operation.
 
     Attributes:
-        trained_weights: The weights whose gradients :meth:`accumulate` adds to.
+        trained_weights: The weights whose gradients :meth:`accumulate_weight_grad` adds to.
         version: Counts the writes to the weight until this call.
         is_kernel: Whether :meth:`forward` calls one operation of torch, whose autograd kernel is
             this package's; else several, which need their own.
@@ -62,7 +62,7 @@ class DeferredCall:
         """Return the gradient of x; ``grad`` is that of the result."""
         raise NotImplementedError
 
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         """Compute the gradients of weight and bias, and add them to ``.grad``.
@@ -75,7 +75,7 @@ class DeferredCall:
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
-        """Return the floating-point operations of the product in :meth:`accumulate`."""
+        """Return the floating-point operations of the product in :meth:`accumulate_weight_grad`."""
         return 2 * grad.numel() * x.shape[-1]
 
     def refuse_change(self) -> NoReturn:
@@ -101,7 +101,7 @@ class Linear(DeferredCall):
         return grad.matmul(self._value.conj())
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
@@ -114,7 +114,7 @@ class Linear(DeferredCall):
 class MatrixProduct(DeferredCall):
     """``x @ weight (+ bias)`` with x ``[rows, in]``, weight ``[in, out]``, bias ``[out]``.
 
-    :meth:`accumulate` takes x ``[..., in]`` too, for compiled regions.
+    :meth:`accumulate_weight_grad` takes x ``[..., in]`` too, for compiled regions.
     """
 
     @override
@@ -128,7 +128,7 @@ class MatrixProduct(DeferredCall):
         return grad.mm(self.weight.mH)
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
@@ -150,7 +150,7 @@ class BatchedProduct(DeferredCall):
         return grad.bmm(self.weight.mH)
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         add_to_grad(self.weight, x.mH.bmm(grad))
@@ -168,7 +168,7 @@ class LeftProduct(DeferredCall):
         return self.weight.mH.matmul(grad)
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         if x.dim() == 2:
@@ -195,7 +195,7 @@ class GroupedProduct(DeferredCall):
         )
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         add_to_grad(self.weight, aten._grouped_mm.default(x.t(), grad.contiguous(), *self.options))
@@ -217,7 +217,7 @@ class Convolution(DeferredCall):
         return self._gradients(x, grad, [True, False, False])[0]
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         _, weight_grad, bias_grad = self._gradients(x, grad, [False, True, self.trains_bias])

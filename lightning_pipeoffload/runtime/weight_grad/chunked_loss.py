@@ -212,7 +212,7 @@ class _Chunks:
         """Keep the state of torch's generators, so that B draws the same numbers (dropout) as F."""
         self._states = torch.get_rng_state(), *get_device_states(rows)
 
-    def add_gradients(
+    def recompute_and_backward(
         self, rows: Tensor, targets: Tensor, grad: Tensor, trains_rows: bool
     ) -> list[Tensor | None]:
         """Run the chunks again and their backward; return the gradients of rows and weights.
@@ -293,5 +293,5 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, targets = ctx.saved_tensors
-        gradients = ctx.chunks.add_gradients(rows, targets, grad, ctx.needs_input_grad[1])
+        gradients = ctx.chunks.recompute_and_backward(rows, targets, grad, ctx.needs_input_grad[1])
         return None, gradients[0], None, None, *gradients[1:]

@@ -64,7 +64,7 @@ class Float8Product(DeferredCall):
         return gradient
 
     @override
-    def accumulate(
+    def accumulate_weight_grad(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         narrow = self.weight.new_zeros(self.weight.shape[1], _NARROW).t()

@@ -128,7 +128,7 @@ def _make_deferring_kernel(
     return kernel
 
 
-def _product(
+def _make_matmul_kernel(
     kind: type[MatrixProduct] | type[BatchedProduct], original: Original
 ) -> Callable[..., Any]:
     """Return the kernel of a product of two matrices, of which either may be the weight."""
@@ -172,8 +172,8 @@ def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _KERNELS: dict[str, MakeKernel] = {
     "linear": partial(_make_deferring_kernel, Linear, at_bias=2),
-    "mm": partial(_product, MatrixProduct),
-    "bmm": partial(_product, BatchedProduct),  # of einsum too
+    "mm": partial(_make_matmul_kernel, MatrixProduct),
+    "bmm": partial(_make_matmul_kernel, BatchedProduct),  # of einsum too
     "addmm": _addmm,
     "convolution": partial(_make_deferring_kernel, Convolution, at_bias=2),
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures

@@ -134,7 +134,7 @@ ReadInput = Callable[[], tuple[Tensor, Fetch | None]]
 """Returns an input and None; or a stand-in, and a function that returns the input to W."""
 
 
-def keep_input(x: Tensor) -> ReadInput:
+def save_input_outside_graph(x: Tensor) -> ReadInput:
     """Save an operation's input outside of its graph, through the hooks in force."""
     hooks = saving_hooks()
     keeper = None if hooks is None else keeper_of(hooks)
@@ -202,7 +202,7 @@ class _DeferredOperation(torch.autograd.Function):
             if QUEUES:
                 QUEUES[-1].defer(call, x, fetch, grad)
             else:
-                call.accumulate(fetch() if fetch else x, grad)
+                call.accumulate_weight_grad(fetch() if fetch else x, grad)
         if not ctx.needs_input_grad[0]:
             return _NO_GRADIENTS
         with below_autograd():

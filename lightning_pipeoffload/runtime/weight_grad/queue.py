@@ -46,11 +46,11 @@ class WeightGradCall(Protocol):
 
     trained_weights: tuple[Tensor, ...]
 
-    def accumulate(self, x: Tensor, grad: Tensor, add_product: AddProduct) -> None:
+    def accumulate_weight_grad(self, x: Tensor, grad: Tensor, add_product: AddProduct) -> None:
         """Compute the gradients of the weights, and add them to ``.grad``."""
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
-        """Return the floating-point operations of :meth:`accumulate`'s product."""
+        """Return the floating-point operations of :meth:`accumulate_weight_grad`'s product."""
 
 
 class WeightGrad(NamedTuple):
@@ -100,11 +100,11 @@ class WeightGradQueue:
         self.operands: set[int] | None = None
         self._entries: list[WeightGrad] = []
 
-    def record_operands(self) -> None:
+    def start_recording_operands(self) -> None:
         """Record the memory that deferred gradients read, from now on."""
         self.operands = set()
 
-    def start_backward(self, is_immediate: bool, counts_flops: bool) -> None:
+    def configure_backward(self, is_immediate: bool, counts_flops: bool) -> None:
         """Set whether the next gradients are computed where they are put here, not in W."""
         self.immediate = is_immediate
         self.counts_flops = counts_flops
@@ -133,12 +133,14 @@ class WeightGradQueue:
             grad: The gradient of the product's result.
         """
         if self.has_at_once and self.is_computed_in_b(call.trained_weights):
-            call.accumulate(fetch() if fetch else x, grad, self.add_product)
+            call.accumulate_weight_grad(fetch() if fetch else x, grad, self.add_product)
             return
         if self.counts_flops:
             self.flops += call.flops(x, grad)
         if fetch is None and self.keeper is None:
-            compute: Callable[[], None] = partial(call.accumulate, x, grad, self.add_product)
+            compute: Callable[[], None] = partial(
+                call.accumulate_weight_grad, x, grad, self.add_product
+            )
             if self.operands is not None:
                 self.operands.add(storage_key(x))
         else:
@@ -192,7 +194,7 @@ class WeightGradQueue:
 def _accumulate_kept(
     call: WeightGradCall, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
 ) -> None:
-    call.accumulate(fetch_x(), fetch_grad(), add_product)
+    call.accumulate_weight_grad(fetch_x(), fetch_grad(), add_product)
 
 
 QUEUES = ACTIVE_SETTINGS.stack(WeightGradQueue)
@@ -299,7 +301,7 @@ def _adds_to_float32(leaf: Tensor, left: Tensor, right: Tensor) -> bool:
     return is_narrow and left.dtype == right.dtype and dtype == torch.float32
 
 
-def adds_in_float32(device: torch.device) -> bool:
+def supports_float32_accumulation(device: torch.device) -> bool:
     """Return whether a device multiplies matrices of bfloat16 and adds the product to float32."""
     total = torch.zeros(8, 8, device=device)
     factor = total.bfloat16()

@@ -187,7 +187,7 @@ def apply(change: Change) -> None:
             kind.__setitem__(space, key, value)  # transformers' outputs refuse update()
 
 
-def find_place(roots: Mapping[str, Any], place: Place) -> Any:
+def object_at_place(roots: Mapping[str, Any], place: Place) -> Any:
     """Return the object at a place."""
     value: Any = roots
     for step in place:
@@ -252,7 +252,7 @@ class ReferenceUnpickler(pickle.Unpickler):
         """Return the object that a persistent id stands for."""
         kind, argument = pid
         if kind == "place":
-            return find_place(self._roots, argument)
+            return object_at_place(self._roots, argument)
         if kind == "nested":
             return torch.nested.as_nested_tensor([self._make(part) for part in argument])
         return self._make(argument) if kind == "tensor" else self._module.get_submodule(argument)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm import PipelineGroup
-from lightning_pipeoffload.runtime.shapes import quantize
+from lightning_pipeoffload.runtime.shapes import quantize_if_4bit
 from lightning_pipeoffload.runtime.users_code import Slot
 
 
@@ -61,9 +61,9 @@ class RootValues:
 
     def _copy(self, slot: Slot, rank: int | None) -> None:
         tensor = slot.tensor
-        quantize(tensor, tensor.device)
+        quantize_if_4bit(tensor, tensor.device)
         with torch.inference_mode(False):  # so that writes are counted
-            copied = self._group.copy_to_devices(tensor, None)
+            copied = self._group.broadcast_to_devices(tensor, None)
         copied = copied if rank in (None, self._group.rank) else tensor
         self._copies[slot.name] = tensor, _version(tensor), copied
 
@@ -95,7 +95,7 @@ class RootValues:
                 value = torch.empty(described[0], dtype=described[1], device="meta")
             with torch.inference_mode(False):  # so that later writes are counted
                 if of is not None:
-                    value = self._group.copy_to_devices(value, of)
+                    value = self._group.broadcast_to_devices(value, of)
                 value = value.clone() if value.is_inference() else value
                 _put(slot, value)
                 copied = value if of in (None, rank) else slot.tensor

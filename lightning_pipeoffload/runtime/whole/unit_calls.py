@@ -128,7 +128,7 @@ class OwnersCall:
         self._leaves = {id(leaf) for leaf in output_leaves(output) if isinstance(leaf, Tensor)}
         self._values.send_header(self._subject, result=self._pickled(output, state, drawn))
         for tensor in self._sent:
-            self._group.copy_to_devices(tensor, self._unit.rank)
+            self._group.broadcast_to_devices(tensor, self._unit.rank)
         return map_output(lambda leaf: self._stay.get(id(leaf), leaf), output), drawn
 
     def _pickled(
@@ -155,7 +155,7 @@ class OwnersCall:
         writes = []
         for tensor, value in state.written():
             stays = isinstance(tensor, HeldOutput) and not tensor.is_everywhere
-            if not stays and not self._values.is_held(value):
+            if not stays and not self._values.is_registered_state(value):
                 writes.append((tensor, self._describe_value(value)))
         return writes
 
@@ -176,7 +176,7 @@ class OwnersCall:
             return self._describe_value(tensor)
         number = self._values.next_value_number()
         if is_kept:
-            self._values.hold_state(number, tensor)
+            self._values.register_state(number, tensor)
         else:
             origin = f"the output of {self._unit.name}"
             self._stay[id(tensor)] = self._values.make_held_output(
@@ -206,7 +206,7 @@ class OwnersCall:
         )
 
 
-class ReplayedUnitCall:
+class RemoteUnitCall:
     """Repeats a call that another rank runs.
 
     Args:
@@ -240,7 +240,7 @@ class ReplayedUnitCall:
         changes = receiver.load()
         writes, generators = receiver.load()
         for tensor, described in writes:
-            _write(tensor, self._receive_tensor(described))
+            _write_if_present(tensor, self._receive_tensor(described))
         output = receiver.load()
         for change in changes:
             apply(change)
@@ -281,7 +281,7 @@ class ReplayedUnitCall:
         assert self._unit.rank is not None
         shape, dtype, device = described.shape, described.dtype, self._group.device
         if described.numbers is None:
-            value = self._group.copy_to_devices(described.on_meta(), self._unit.rank)
+            value = self._group.broadcast_to_devices(described.on_meta(), self._unit.rank)
         else:
             value = torch.tensor(described.numbers, dtype=dtype, device=device).reshape(shape)
         value = value.cpu() if described.is_on_host else value
@@ -296,7 +296,7 @@ def unwrap_held(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, HeldValue) and leaf.value is not None else leaf
 
 
-def _write(tensor: Tensor, value: Tensor) -> None:
+def _write_if_present(tensor: Tensor, value: Tensor) -> None:
     """Repeat a write in place, where this rank has a value."""
     written = unwrap_held(tensor)
     if not isinstance(written, ShapeOnly):

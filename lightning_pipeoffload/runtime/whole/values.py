@@ -68,11 +68,11 @@ class HeldValues:
         self._num_values += 1
         return self._num_values
 
-    def is_held(self, tensor: Tensor) -> bool:
+    def is_registered_state(self, tensor: Tensor) -> bool:
         """Whether other ranks have no value of a tensor that this rank's units wrote."""
         return any(tensor is each for each in self._states.values())
 
-    def hold_state(self, number: int, tensor: Tensor) -> None:
+    def register_state(self, number: int, tensor: Tensor) -> None:
         """Note what a unit of this rank has written, for units of other ranks that read it."""
         self._states[number] = tensor
 
@@ -123,7 +123,7 @@ class HeldValues:
     def broadcast(self, held: HeldOutput) -> None:
         """Send an output to all ranks, which all call this."""
         value = held.meta if held.value is None else held.value
-        received = self._group.copy_to_devices(value, held.holder)
+        received = self._group.broadcast_to_devices(value, held.holder)
         if held.value is None:
             held.value = received
             self._weight_bytes += received.nbytes if held.number in self._weights else 0
@@ -144,7 +144,7 @@ class HeldValues:
             return
         assert isinstance(held, HeldState)
         # Not kept: the holder may write the tensor in place.
-        held.value = self._group.copy_to_devices(held.meta, held.holder)
+        held.value = self._group.broadcast_to_devices(held.meta, held.holder)
         self._fetched.append(held)
 
     def begin_unit(self, subject: tuple[str, int]) -> None:
@@ -180,9 +180,9 @@ class HeldValues:
             self._num_headers += 1
             if header.request is None:
                 return header.result
-            self._answer(header.request)
+            self._broadcast_requested(header.request)
 
-    def _answer(self, request: ValueRequest) -> None:
+    def _broadcast_requested(self, request: ValueRequest) -> None:
         output = self._outputs.get(request.number)
         if output is not None:
             self.broadcast(output)
@@ -195,9 +195,9 @@ class HeldValues:
                     "argument, and which no longer exists here"
                 )
             tensor = torch.empty(request.shape, dtype=request.dtype, device="meta")
-        self._group.copy_to_devices(tensor, request.holder)
+        self._group.broadcast_to_devices(tensor, request.holder)
 
-    def broadcast_outputs(self) -> None:
+    def broadcast_live_outputs(self) -> None:
         """Send the outputs that still exist on all ranks, at the end of a run, to all.
 
         Raises:

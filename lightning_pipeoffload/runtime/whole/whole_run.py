@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime import leaves_of, mix_seed, replaced, seed_all
 from lightning_pipeoffload.runtime.cut import ActiveStepRun
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.runtime.shapes import HeldOutput, quantize
+from lightning_pipeoffload.runtime.shapes import HeldOutput, quantize_if_4bit
 from lightning_pipeoffload.runtime.users_code import RandomGenerators, Slot, find_slots, swapped
 from lightning_pipeoffload.runtime.whole.root_values import RootValues
-from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, ReplayedUnitCall, Unit
+from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, RemoteUnitCall, Unit
 from lightning_pipeoffload.runtime.whole.values import HeldValues
 
 
@@ -65,7 +65,7 @@ class WholeRuns:
     def _record_bytes(self, num_bytes: int) -> None:
         self.peak_remote_bytes = max(self.peak_remote_bytes, num_bytes)
 
-    def forget(self) -> None:
+    def drop_layout(self) -> None:
         """Free copies of values of a module that is not cut."""
         self._layout = None
 
@@ -136,31 +136,35 @@ class UnitLayout:
         return names.index(name) < names.index(self.chain.names[0])
 
     @contextmanager
-    def providing_remote_tensors(self, scope: CalledUnits) -> Iterator[int]:
+    def providing_remote_tensors(self, called_units: CalledUnits) -> Iterator[int]:
         """Give each rank the values that it needs for a run; all ranks enter.
 
         Yields:
             The bytes of other ranks' weights that this rank has got.
         """
         if self.tensors.is_split:
-            is_everywhere = self.tensors.is_everywhere
-            remote = [slot for slot in scope.broadcast_slots if not is_everywhere(slot.name)]
+            is_on_every_stage = self.tensors.is_on_every_stage
+            remote = [
+                slot for slot in called_units.broadcast_slots if not is_on_every_stage(slot.name)
+            ]
             rank, owner_of = self.group.rank, self.tensors.owner_of
             with swapped([(slot, self._broadcast_tensor(slot)) for slot in remote]):
                 yield _size([slot for slot in remote if owner_of(slot.name) != rank])
         else:
-            units = *scope.blocks.values(), *scope.large
-            needed: list[tuple[Slot, int | None]] = [(slot, None) for slot in scope.broadcast_slots]
+            units = *called_units.blocks.values(), *called_units.large
+            needed: list[tuple[Slot, int | None]] = [
+                (slot, None) for slot in called_units.broadcast_slots
+            ]
             needed += [(slot, unit.rank) for unit in units for slot in unit.slots]
             with self.root_values.swapped_in(needed):
                 yield 0
 
     def _broadcast_tensor(self, slot: Slot) -> Tensor:
         tensor = slot.tensor
-        quantize(tensor, tensor.device)
-        return self.group.copy_to_devices(tensor, self.tensors.owner_of(slot.name))
+        quantize_if_4bit(tensor, tensor.device)
+        return self.group.broadcast_to_devices(tensor, self.tensors.owner_of(slot.name))
 
-    def scope(self, part: nn.Module | None) -> CalledUnits:
+    def called_units(self, part: nn.Module | None) -> CalledUnits:
         """Return the units in a module, and the slots of its other tensors.
 
         Args:
@@ -218,7 +222,7 @@ class WholeRun:
         self._layout, self._group = layout, layout.group
         self._num_shared_calls = num_shared_calls
         self._seed, self._record_bytes = seed, record_bytes
-        self._scope = layout.scope(part)
+        self._scope = layout.called_units(part)
         self._generators = layout.generators
         self.calls: list[int] = []
         self._num_held = 0
@@ -236,7 +240,7 @@ class WholeRun:
             self._seed_next_call()
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together
-                self._layout.values.broadcast_outputs()
+                self._layout.values.broadcast_live_outputs()
             self._record_bytes(num_remote + self._layout.values.pop_weight_bytes())
 
     @contextmanager
@@ -292,7 +296,7 @@ class WholeRun:
             call = OwnersCall(values, self._group, layout.names, unit, roots, subject)
             call.shares_state = len(self.calls) < self._num_shared_calls
             return call.run(plain)[0]
-        remote = ReplayedUnitCall(values, self._group, layout.module, unit, roots, subject)
+        remote = RemoteUnitCall(values, self._group, layout.module, unit, roots, subject)
         output, drawn = remote.receive()
         if drawn is not None and self._seed is None:
             drawn.restore()

@@ -141,7 +141,7 @@ def _build_grouped(
     microbatch comes back to a rank one slot later for each rank after it.
     """
     placement = loop_placement(num_ranks, num_chunks)
-    block = _building_block(num_ranks, num_chunks, group_size)
+    block = _stage_entry_slots(num_ranks, num_chunks, group_size)
     groups = _groups(num_microbatches, num_chunks, group_size, least=_half(num_ranks))
     turn = block[-1] * groups[0].room
 
@@ -160,10 +160,10 @@ def _build_grouped(
     if num_microbatches % group_size == 0:
         return schedule
     peak = group_size * (num_chunks - 1) + num_ranks
-    return _with_late_weight_gradients(schedule, placement, peak)
+    return _fill_with_weight_gradients(schedule, placement, peak)
 
 
-def _with_late_weight_gradients(
+def _fill_with_weight_gradients(
     schedule: Schedule, placement: tuple[int, ...], memory: int
 ) -> Schedule:
     """Keep the order of F and B, and let W fill the slots in which a rank would wait.
@@ -182,7 +182,7 @@ def _with_late_weight_gradients(
     return problem.operations.as_schedule(filled.order) if filled.order else schedule
 
 
-def _building_block(num_ranks: int, num_chunks: int, group_size: int) -> list[int]:
+def _stage_entry_slots(num_ranks: int, num_chunks: int, group_size: int) -> list[int]:
     """Return when a group enters each stage of a rank, in slots per microbatch of a group.
 
     Half of the ranks' number of slots later, what a stage has computed is back at the rank. A block

@@ -130,17 +130,17 @@ def zb_v(
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
     if costs is None and memory_limit is None:
         return _search_from_hand_made(problem, num_actions).shortest()
-    return _lengthened(problem, num_actions) or _search_shortest(problem, num_actions)
+    return _search_and_lengthen(problem, num_actions) or _search_shortest(problem, num_actions)
 
 
 def _search_from_hand_made(problem: SchedulingProblem, num_actions: int) -> ScheduleSearch:
     search = ScheduleSearch(problem, num_actions)
-    order = hand_made(problem.num_ranks, problem.num_microbatches)
+    order = hand_made_order(problem.num_ranks, problem.num_microbatches)
     search.consider(FixedOrder(problem, order), patience=0.0)
     return search
 
 
-def _lengthened(problem: SchedulingProblem, num_actions: int) -> Schedule | None:
+def _search_and_lengthen(problem: SchedulingProblem, num_actions: int) -> Schedule | None:
     """Search with few microbatches and repeat the middle; None where that adds to the bubble."""
     if problem.num_microbatches <= MANY * problem.num_ranks:
         return None
@@ -159,7 +159,7 @@ def _lengthened(problem: SchedulingProblem, num_actions: int) -> Schedule | None
 def _search_shortest(problem: SchedulingProblem, num_actions: int) -> Schedule:
     search = _search_from_hand_made(problem, num_actions)
     _consider_orders(problem, search)
-    order = hand_made(problem.num_ranks, problem.num_microbatches)
+    order = hand_made_order(problem.num_ranks, problem.num_microbatches)
     for is_patient_before_b in (False, True):
         unchanged = FixedOrder(problem, order, overtaking=False)
         search.consider_rounds(unchanged, is_patient_before_b)
@@ -183,7 +183,7 @@ def _consider_orders(problem: SchedulingProblem, search: ScheduleSearch) -> None
             search.consider(order_again, patience * forward)
 
 
-def hand_made(num_ranks: int, num_microbatches: int) -> list[list[int]]:
+def hand_made_order(num_ranks: int, num_microbatches: int) -> list[list[int]]:
     """Return the order of F and B on every rank, as operations.
 
     The order needs at least 2p - 1 microbatches; for fewer, surplus actions are dropped.

@@ -35,7 +35,7 @@ from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import UnitSizes, memory_changes, part_sizes, peak_memory
 from ..simulation.simulate import simulate
-from .rank_offload import RankOffload, RankPlan, delay_warm_up
+from .rank_offload import RankOffload, RankPlan, delay_warm_up_events
 from .transfer import split_every_backward
 
 SLOWDOWN_ALLOWED = 1.03
@@ -136,14 +136,16 @@ def offload_activations(
     planner = _Planner(schedule, costs, has_room)
     limit = float("inf") if memory_limit is None else memory_limit
     is_auto = amount == "auto"
-    planned = planner.within(limit) if is_auto else planner.with_amount(amount)
+    planned = planner.offload_within_limit(limit) if is_auto else planner.with_amount(amount)
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
         sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
         if is_auto:
             is_exact = not sizes.key_values  # no copy moves these
             needed = (
-                _least_memory(sizes) if is_exact else _bisect_least_limit(planner, limit, needed)
+                _single_unit_memory(sizes)
+                if is_exact
+                else _bisect_least_limit(planner, limit, needed)
             )
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
@@ -158,7 +160,7 @@ def _bisect_least_limit(planner: _Planner, refused: float, kept: float) -> float
     """Return the smallest peak that a bisection of limits finds."""
     for _ in range(_NUM_LIMITS):
         limit = (refused + kept) / 2
-        peak = max(planner.within(limit)[1].peak_memory)
+        peak = max(planner.offload_within_limit(limit)[1].peak_memory)
         if peak <= limit * (1 + ROUNDING):
             kept = peak
         else:
@@ -199,7 +201,7 @@ class _Planner:
         # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
             RankOffload(events, costs, sizes)
-            for events in delay_warm_up(schedule, simulate(schedule, costs), costs)
+            for events in delay_warm_up_events(schedule, simulate(schedule, costs), costs)
         ]
 
     def with_amount(self, amount: str | float) -> Offloaded:
@@ -221,7 +223,7 @@ class _Planner:
         schedule, report = min(free, key=_largest_peak)
         return schedule, _with_wanted(report, planned[1].wanted)
 
-    def within(self, memory_limit: float) -> Offloaded:
+    def offload_within_limit(self, memory_limit: float) -> Offloaded:
         """Offload as little as a limit asks for; where that slows down the step, what does least.
 
         Where not even waiting for copies keeps the limit, what needs least memory.
@@ -234,7 +236,7 @@ class _Planner:
         shares = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
         others = (self._offload_share((n + 1) / _NUM_FRACTIONS) for n in shares)
         fitting = [plan for plan in (planned, *others) if _largest_peak(plan) <= limit]
-        if waiting := _paged(self._schedule, self._costs, memory_limit):
+        if waiting := _plan_paging(self._schedule, self._costs, memory_limit):
             fitting.append(self._report_paged(waiting))
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
@@ -323,7 +325,7 @@ def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadRepor
     return replace(report, wanted=wanted, kept=kept, reason=reasons)
 
 
-def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | None:
+def _plan_paging(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | None:
     """Return the same order with every BW as B and W, and with the copies that a limit asks for.
 
     As a machine pages memory: where there is no room, the part that is needed last goes to the
@@ -333,7 +335,7 @@ def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | 
     """
     sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
     limit = memory_limit * (1 + ROUNDING)
-    if _least_memory(sizes) > limit:
+    if _single_unit_memory(sizes) > limit:
         return None
     apart = split_every_backward(schedule)
     ranks = (
@@ -345,7 +347,7 @@ def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | 
     return paged if is_kept else None
 
 
-def _least_memory(sizes: UnitSizes) -> float:
+def _single_unit_memory(sizes: UnitSizes) -> float:
     """Return the memory of a rank that has one stage and microbatch on its device at a time."""
     return max(max(of_unit[ACTIVATION], of_unit[WAITING]) for of_unit in sizes.of)
 

@@ -32,7 +32,7 @@ from ..actions import (
 from ..costs import Costs
 from ..schedule import Schedule
 from ..simulation.memory import UnitSizes, memory_changes
-from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest
+from ..timeline import TOLERANCE, Event, Interval, Timeline, earliest_free_start, merge_intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,9 @@ class _KeptActivation:
     routes: tuple[_Route, ...]
 
 
-def _kept_values(events: list[Event], costs: Costs, sizes: UnitSizes) -> Iterator[_KeptActivation]:
+def _kept_activations(
+    events: list[Event], costs: Costs, sizes: UnitSizes
+) -> Iterator[_KeptActivation]:
     """Yield the activations of a rank, in the order of their B or BW."""
     num_stages = len(sizes.of) // sizes.num_slices
     there = costs.per_stage("offload", num_stages)
@@ -198,7 +200,7 @@ class RankOffload:
         self._starts = [event.start for event in events]
         self._ends = [event.end for event in events]
         self._sizes = sizes
-        self._kept = list(_kept_values(events, costs, sizes))
+        self._kept = list(_kept_activations(events, costs, sizes))
 
     @property
     def num_activations(self) -> int:
@@ -210,7 +212,7 @@ class RankOffload:
 
         They take the routes that leave the smallest peak.
         """
-        chosen = list(_longest(self._stages, count))
+        chosen = list(_longest(self._activations_by_stage, count))
         plans = (self._plan(chosen, allowed) for allowed in self._modes)
         return min(plans, key=lambda plan: plan.rating)
 
@@ -245,7 +247,7 @@ class RankOffload:
         return best
 
     @cached_property
-    def _stages(self) -> list[list[_KeptActivation]]:
+    def _activations_by_stage(self) -> list[list[_KeptActivation]]:
         """The activations of each stage, the longest-lived stage first."""
         of_stage: defaultdict[int, list[_KeptActivation]] = defaultdict(list)
         for kept in self._kept:
@@ -265,7 +267,7 @@ class RankOffload:
             for kept in chosen
         }
         too_short = sum(not routes for routes in ways.values())
-        copies, routes = self._place_in_time(ways)
+        copies, routes = self._choose_fitting_routes(ways)
         actions = tuple(self._merged(copies))
         changes = memory_changes(actions, self._sizes, MEMORY_EFFECTS)
         kinds = [{leg.action.kind for leg in route} for route in routes]
@@ -281,7 +283,7 @@ class RankOffload:
             too_short=too_short,
         )
 
-    def _place_in_time(
+    def _choose_fitting_routes(
         self, ways: Mapping[_KeptActivation, list[_Route]]
     ) -> tuple[list[_Copy], list[_Route]]:
         """Return the copies by their start, and their routes, of each way the first that fits.
@@ -292,7 +294,7 @@ class RankOffload:
         left = {kept: routes for kept, routes in ways.items() if routes}
         while left:
             chosen = {kept: routes[0] for kept, routes in left.items()}
-            copies = self._place(chosen.values())
+            copies = self._assign_copy_times(chosen.values())
             late = [kept for kept, route in chosen.items() if not self._is_in_time(route, copies)]
             if not late:
                 return sorted(copies.values()), list(chosen.values())
@@ -302,7 +304,7 @@ class RankOffload:
             left = {kept: routes for kept, routes in left.items() if routes}
         return [], []
 
-    def _place(self, routes: Iterable[_Route]) -> dict[_CopyWindow, _Copy]:
+    def _assign_copy_times(self, routes: Iterable[_Route]) -> dict[_CopyWindow, _Copy]:
         pairs = [pair for route in routes for pair in zip(route, (*route[1:], None), strict=True)]
         copies: dict[_CopyWindow, _Copy] = {}
         limit = float("inf")
@@ -311,12 +313,14 @@ class RankOffload:
         for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
             limit = min(limit, leg.due) - leg.seconds
             copies[leg] = _Copy(limit, limit + leg.seconds, leg.action)
-        occupied = disjoint([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
+        occupied = (
+            merge_intervals([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
+        )
         free = 0.0
         # Each as early as possible: its device memory is free at its end.
         there = [(leg, after) for leg, after in pairs if not leg.is_reload]
         for leg, after in sorted(there, key=lambda pair: pair[0].ready):
-            start = earliest(max(free, leg.ready), leg.seconds, occupied)
+            start = earliest_free_start(max(free, leg.ready), leg.seconds, occupied)
             copies[leg] = _Copy(start, start + leg.seconds, leg.action)
             if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
                 free = start + leg.seconds  # Others do not wait for what is late.
@@ -367,7 +371,7 @@ def _longest(stages: list[list[_KeptActivation]], count: int) -> Iterator[_KeptA
                 yield kept
 
 
-def delay_warm_up(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list[Event]]:
+def delay_warm_up_events(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list[Event]]:
     """Return when each rank computes what, with the forwards before its first B at their latest.
 
     Args:

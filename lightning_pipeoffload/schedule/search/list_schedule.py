@@ -66,7 +66,7 @@ class ListScheduler:
         """Start something on a rank, or leave it until something arrives."""
         raise NotImplementedError
 
-    def next_ready(self, operation: int) -> float:
+    def next_ready_time(self, operation: int) -> float:
         """Return when the next F or B of a stage can start; ``inf`` if that is not known."""
         ready, index = self.arrivals[operation], self.num_started[operation]
         return ready[index] if index < len(ready) else inf
@@ -82,7 +82,7 @@ class ListScheduler:
         if operation < self._last:
             arrival = end + self._latencies[operation]
             self.arrivals[operation + 1].append(arrival)
-            self.arrived(self._ranks[operation + 1], arrival)
+            self.requeue_on_arrival(self._ranks[operation + 1], arrival)
 
     def start_weight_grad(self, rank: int, time: float) -> None:
         """Run the oldest W."""
@@ -97,7 +97,7 @@ class ListScheduler:
         end = self.clock[rank] = time + self._seconds[operation]
         return end
 
-    def arrived(self, rank: int, arrival: float) -> None:
+    def requeue_on_arrival(self, rank: int, arrival: float) -> None:
         """Give a rank a turn when something arrives; a busy one has a turn when it is free."""
         if arrival >= self.clock[rank]:
             heappush(self._agenda, (arrival, rank))
@@ -240,7 +240,7 @@ class _SliceClockGapFiller(_ClockGapFiller):
         end = self.execute(rank, (operation, unit), time)
         if (unit + 1) % self._num_slices == 0:
             self.arrivals[operation + 1] += [end] * self._num_slices
-            self.arrived(rank, end)
+            self.requeue_on_arrival(rank, end)
 
     def execute(self, rank: int, started: Pass, time: float) -> float:
         operation, place = started[0], started[1] % self._num_slices
@@ -292,7 +292,7 @@ class _RoundGapFiller(GapFiller):
             return
         if wanted.ready == inf:
             self._waiting.add(rank)
-        elif self._makes_room(rank, wanted):
+        elif self._run_weight_grads_for_room(rank, wanted):
             if self.pending[rank] and not self._may_wait(rank, wanted):
                 self.start_weight_grad(rank, self.clock[rank])
             self._num_done[rank] += 1
@@ -301,7 +301,7 @@ class _RoundGapFiller(GapFiller):
             self.longest = max(self.longest, self.span(rank))
             self.requeue(rank)
 
-    def _makes_room(self, rank: int, wanted: NextOperation) -> bool:
+    def _run_weight_grads_for_room(self, rank: int, wanted: NextOperation) -> bool:
         """Run W until there is room, and those that fit before what is wanted can start."""
         while self.pending[rank] and (
             not self.has_room(rank, wanted.room)
@@ -316,7 +316,7 @@ class _RoundGapFiller(GapFiller):
         gap = max(0.0, wanted.ready - self.clock[rank])
         return self.span(rank) + gap <= self.longest
 
-    def arrived(self, rank: int, arrival: float) -> None:
+    def requeue_on_arrival(self, rank: int, arrival: float) -> None:
         if rank in self._waiting:
             self._waiting.remove(rank)
             self.requeue(rank)

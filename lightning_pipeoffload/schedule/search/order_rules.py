@@ -59,7 +59,9 @@ class FixedOrder:
             self._overtaken[operation] += 1
 
     def _wanted(self, filler: GapFiller, operation: int) -> NextOperation:
-        return NextOperation(operation, filler.next_ready(operation), self._problem.room(operation))
+        return NextOperation(
+            operation, filler.next_ready_time(operation), self._problem.room(operation)
+        )
 
 
 class AlternatingOrder:
@@ -127,7 +129,7 @@ class AlternatingOrder:
         first = None
         depth_left = self._depths[rank] - self._num_in_flight[rank]
         for stage in stages:
-            ready, room = filler.next_ready(stage), self._room[stage]
+            ready, room = filler.next_ready_time(stage), self._room[stage]
             makes_room = ready <= now and filler.pending[rank]
             # Of the depth one is left for each of the rank's later stages.
             if ready == inf or self._num_later[stage] >= depth_left:
@@ -141,7 +143,7 @@ class AlternatingOrder:
     ) -> NextOperation | None:
         first, last = None, 2 * self._problem.num_stages - 1
         for stage in stages:
-            ready = filler.next_ready(last - stage)
+            ready = filler.next_ready_time(last - stage)
             if ready < inf:
                 wanted = NextOperation(last - stage, ready, self._problem.room(last - stage))
                 first = _earlier(first, wanted, now)
@@ -173,7 +175,7 @@ class AlternatingSlices(AlternatingOrder):
     ) -> NextOperation | None:
         first = None
         for stage in stages:
-            ready = filler.next_ready(stage)
+            ready = filler.next_ready_time(stage)
             if ready == inf or not self._leaves_room(filler, rank, stage):
                 continue
             room = self._growth(filler, stage) + self._problem.headroom[rank]

@@ -111,7 +111,7 @@ class SchedulingProblem:
     def unit_seconds(self) -> list[list[float]]:
         """Seconds of every operation's slices, in the order in which they run."""
         sizes = self.num_stages, self.num_slices
-        return self._in_turn(*(self.costs.per_slice(name, *sizes) for name in COMPUTE_TIMES))
+        return self._by_operation(*(self.costs.per_slice(name, *sizes) for name in COMPUTE_TIMES))
 
     @cached_property
     def unit_growth(self) -> list[list[float]]:
@@ -122,9 +122,9 @@ class SchedulingProblem:
             for unit in range(self.num_stages * self.num_slices)
             for life in [[Action(kind, *divmod(unit, self.num_slices)) for kind in _LIFE]]
         ]
-        return self._in_turn(*zip(*changes, strict=True))
+        return self._by_operation(*zip(*changes, strict=True))
 
-    def _in_turn(
+    def _by_operation(
         self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
     ) -> list[list[float]]:
         """Divide costs of all stages' slices by operation; B and W are last to first in both."""

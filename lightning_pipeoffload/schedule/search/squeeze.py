@@ -151,12 +151,12 @@ class _Squeeze(ListScheduler):
 
     def _overtaking(self, rank: int, left: _Rank, time: float) -> int | None:
         """Return the first of the rest of the order that may start."""
-        for place in sorted(self._ready(left, time)):
+        for place in sorted(self._ready_places(left, time)):
             if place != left.head and self._may_start_early(rank, left, place):
                 return left.order[place][0]
         return None
 
-    def _ready(self, left: _Rank, time: float) -> Iterator[int]:
+    def _ready_places(self, left: _Rank, time: float) -> Iterator[int]:
         latest = time + self._tolerance
         for operation in left.operations:
             arrivals, started = self.arrivals[operation], self.num_started[operation]
@@ -204,7 +204,7 @@ class _Squeeze(ListScheduler):
         """
         if left.forwards_left:
             return False
-        ready = (self.next_ready(operation) for operation in left.operations)
+        ready = (self.next_ready_time(operation) for operation in left.operations)
         gap = min((arrival for arrival in ready if arrival > time), default=inf) - time
         if gap >= self._seconds[self.pending[rank][0][0]] - self._tolerance:
             return False

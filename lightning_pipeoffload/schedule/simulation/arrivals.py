@@ -39,14 +39,14 @@ def receives_to_post(plan: Schedule, rank: int, costs: Costs) -> Mapping[Action,
         receive = recv_before(plan, event.action)
         if receive is None:
             continue
-        sender = next(timed[a] for a in _senders(send_of(receive)) if a in timed)
+        sender = next(timed[a] for a in _producers(send_of(receive)) if a in timed)
         sent = sender.end - _MARGIN * (sender.end - sender.start)
         before = min(bisect_left(starts, sent), index) - 1
         receives[events[max(0, before)].action].append(receive)
     return receives
 
 
-def _senders(send: Action) -> list[Action]:
+def _producers(send: Action) -> list[Action]:
     """Return the actions that may compute a message."""
     kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.BW)
     return [send._replace(kind=kind) for kind in kinds]

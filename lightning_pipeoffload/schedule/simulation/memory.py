@@ -238,7 +238,7 @@ def peak_message_memory(
     wanted = [plan] if evaluation is None else [plan, evaluation]
     plans = [(each, num_required_sends(each)) for each in wanted]
     return tuple(
-        max(_MessageMemory(rank, size).during(plans, max_pending_sends(plan, rank)))
+        max(_MessageMemory(rank, size).memory_after_actions(plans, max_pending_sends(plan, rank)))
         for rank in range(plan.num_ranks)
     )
 
@@ -251,7 +251,7 @@ class _MessageMemory:
         self._held = 0.0
         self._sent: defaultdict[int, deque[float]] = defaultdict(deque)
 
-    def during(
+    def memory_after_actions(
         self, plans: Iterable[tuple[Schedule, Mapping[Action, int]]], most: Mapping[int, int]
     ) -> Iterator[float]:
         """Yield the memory after each action of two steps by each plan.
@@ -295,7 +295,9 @@ class _MessageMemory:
             elif action.kind in RECVS:
                 receives.mark_reached(action)
             elif needed is not None:
-                for receive in receives.receives_up_to(needed) if needed not in received else ():
+                for receive in (
+                    receives.pop_receives_up_to(needed) if needed not in received else ()
+                ):
                     received.add(receive)
                     sends.release_delivered(receive)
                 self._held -= self._size(send_of(needed))

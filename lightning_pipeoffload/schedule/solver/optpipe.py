@@ -108,19 +108,19 @@ class PlanImprover:
     def improve(self, seconds: float) -> None:
         """Look for better plans, for some seconds at most."""
         deadline = monotonic() + seconds
-        self._consider(_best_between_families(self._problem, self.plan))
+        self._keep_if_better(_best_between_families(self._problem, self.plan))
         if self.is_final or monotonic() >= deadline:
             return
         costs = self._problem.costs
         whole = IntegerCosts.rounded(costs, self._problem.placement, self._problem.memory_limit)
         model = PlanModel(whole, costs, self.plan, self._problem.has_barrier)
         left = deadline - monotonic()
-        if left > 0 and model.solve(left, self._consider):
+        if left > 0 and model.solve(left, self._keep_if_better):
             self.is_final = True
 
-    def _consider(self, plan: Schedule) -> bool:
+    def _keep_if_better(self, plan: Schedule) -> bool:
         """Take a plan if it is better, by its real costs; return whether to go on."""
-        if self._is_right(plan):
+        if self._is_valid_and_fits(plan):
             seconds = self._problem.seconds(plan)
             if seconds < self.seconds:
                 self.plan, self.seconds = plan, seconds
@@ -128,7 +128,7 @@ class PlanImprover:
                 self._on_better(plan)
         return not self.is_final
 
-    def _is_right(self, plan: Schedule) -> bool:
+    def _is_valid_and_fits(self, plan: Schedule) -> bool:
         # The solver counts in whole numbers, so its plans are checked by the real costs.
         try:
             validate(plan)
@@ -172,7 +172,7 @@ def solve_plan(
     """Return the shortest plan of a problem that a solver finds; arguments as above."""
     check_solver()
     check_solver_seconds(solver_seconds)
-    solved_plans = SolvedPlans(PlanCache(plan_cache), problem)
+    solved_plans = SolvedPlanCache(PlanCache(plan_cache), problem)
     if solved_plans.suffices(solver_seconds):
         return solved_plans.start()
     improvement = PlanImprover(problem, solved_plans.start())
@@ -202,7 +202,7 @@ def check_solver_seconds(seconds: Any) -> None:
 _ABOUT_AS_LONG = 0.9
 
 
-class SolvedPlans:
+class SolvedPlanCache:
     """The plan of a problem that a cache has."""
 
     def __init__(self, cache: PlanCache, problem: PlanProblem) -> None:

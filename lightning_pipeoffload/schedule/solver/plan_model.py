@@ -111,7 +111,9 @@ class _HintedModel:
         self.model.add(chosen.now == that.now).only_enforce_if(flag.now.Not())
         return chosen
 
-    def after(self, later: _Hinted, earlier: _Hinted, flag: _Hinted | None = None) -> None:
+    def require_not_before(
+        self, later: _Hinted, earlier: _Hinted, flag: _Hinted | None = None
+    ) -> None:
         """Require a number to be no less than another, always or where a flag is set."""
         rule = self.model.add(later.now >= earlier.now)
         if flag is not None:
@@ -188,8 +190,8 @@ class _ActionVariables:
         self.ends = {
             kind: begin.plus(whole.seconds[kind][self.stage]) for kind, begin in self.begins.items()
         }
-        model.after(self.begins[Kind.B], self.ends[Kind.F])
-        model.after(self.begins[Kind.W], self.ends[Kind.B])
+        model.require_not_before(self.begins[Kind.B], self.ends[Kind.F])
+        model.require_not_before(self.begins[Kind.W], self.ends[Kind.B])
         self.may_copy = may_copy
         if may_copy:
             self._add_copies()
@@ -224,10 +226,12 @@ class _ActionVariables:
         ticks = here[MemoryPart.FOR_W], here[WAITING]
         self.rest = self._copy(Kind.RELOAD_W, back, ends[Kind.B], ticks, queued)
         # B waits only for its own part, which is copied back first.
-        model.after(begins[Kind.B], self.reload.start.plus(here[MemoryPart.FOR_B]), away)
-        model.after(begins[Kind.W], self.reload.end, away)
-        model.after(self.rest.begin, self.queue.end, queued)
-        model.after(begins[Kind.W], self.rest.end, back)
+        model.require_not_before(
+            begins[Kind.B], self.reload.start.plus(here[MemoryPart.FOR_B]), away
+        )
+        model.require_not_before(begins[Kind.W], self.reload.end, away)
+        model.require_not_before(self.rest.begin, self.queue.end, queued)
+        model.require_not_before(begins[Kind.W], self.rest.end, back)
 
     def _copy(
         self,
@@ -250,8 +254,8 @@ class _ActionVariables:
         start = begin = model.number(self._hint.copies.get(action, ready.hint))
         if kind in RELOADS:
             begin = model.number(self._hint.begins.get(action, start.hint))
-            model.after(start, begin, flag)
-        model.after(begin, ready, flag)
+            model.require_not_before(start, begin, flag)
+        model.require_not_before(begin, ready, flag)
         less, more = ticks
         if less == more or other is None:
             return _Copy(
@@ -339,11 +343,11 @@ def _read_plan(
     ranks: list[list[_Entry]] = [[] for _ in range(max(placement) + 1)]
     for each in passes:
         ranks[placement[each.stage]] += each.entries(value)
-    orders = ([entry.action for entry in sorted(_in_turn(rank))] for rank in ranks)
+    orders = ([entry.action for entry in sorted(_snap_copies_to_actions(rank))] for rank in ranks)
     return Schedule.of(orders, "optpipe")
 
 
-def _in_turn(entries: list[_Entry]) -> Iterator[_Entry]:
+def _snap_copies_to_actions(entries: list[_Entry]) -> Iterator[_Entry]:
     """Put each copy before the last action of its rank that starts by then.
 
     A rank begins no copy in the middle of an action; one that has begun waits for its lane.
@@ -396,7 +400,7 @@ class PlanModel:
     def _make_passes(self) -> dict[tuple[int, int], _ActionVariables]:
         whole, count = self._whole, self._num_microbatches
         first = earliest_starts(whole.seconds, whole.latencies)
-        tight = [whole.is_tight(rank, count) for rank in range(whole.num_ranks)]
+        tight = [whole.may_need_copies(rank, count) for rank in range(whole.num_ranks)]
         passes = {}
         for stage, microbatch in product(range(len(whole.placement)), range(count)):
             earliest = {
@@ -415,11 +419,15 @@ class PlanModel:
         for (stage, microbatch), now in self._passes.items():
             if previous := self._passes.get((stage - 1, microbatch)):
                 latency = self._whole.latencies[stage - 1]
-                self._model.after(now.begins[Kind.F], previous.ends[Kind.F].plus(latency))
-                self._model.after(previous.begins[Kind.B], now.ends[Kind.B].plus(latency))
+                self._model.require_not_before(
+                    now.begins[Kind.F], previous.ends[Kind.F].plus(latency)
+                )
+                self._model.require_not_before(
+                    previous.begins[Kind.B], now.ends[Kind.B].plus(latency)
+                )
             if before := self._passes.get((stage, microbatch - 1)):
                 for kind in _KINDS:
-                    self._model.after(now.begins[kind], before.ends[kind])
+                    self._model.require_not_before(now.begins[kind], before.ends[kind])
 
     def _add_lanes(self) -> None:
         lanes: defaultdict[Hashable, list[Any]] = defaultdict(list)
@@ -475,7 +483,7 @@ class PlanModel:
             if microbatch == count - 1:
                 start = began[whole.placement[stage]]
                 total = _Hinted(step.now + start.now, step.hint + start.hint)
-                self._model.after(total, each.ends[Kind.W])
+                self._model.require_not_before(total, each.ends[Kind.W])
         return step
 
     def _began(self, rank: int) -> _Hinted:

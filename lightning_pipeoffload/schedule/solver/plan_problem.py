@@ -98,7 +98,9 @@ def memory_limited_lower_bound(
     def least(rank: int) -> float:
         of_stages = [(sizes[s] * waits[s], moves[s]) for s in stages_on(placement, rank)]
         held, moved = sum(size for size, _ in of_stages), 0.0
-        for size, move in sorted(of_stages, key=_time_saved, reverse=True) if copies else ():
+        for size, move in (
+            sorted(of_stages, key=_saving_per_copy_second, reverse=True) if copies else ()
+        ):
             if held - size <= limit * (moved + move):
                 share = (held - limit * moved) / ((size + limit * move) or 1.0)
                 return moved + max(0.0, share) * move
@@ -146,7 +148,7 @@ def _move_seconds(costs: Costs, num_stages: int) -> list[float]:
     return [of_both(pair) for pair in zip(there, back, strict=True)]
 
 
-def _time_saved(of_stage: tuple[float, float]) -> float:
+def _saving_per_copy_second(of_stage: tuple[float, float]) -> float:
     held, move = of_stage
     return held / move if move else inf
 
@@ -276,7 +278,7 @@ class IntegerCosts:
             return self.reload[stage][WAITING if Kind.OFFLOAD_W in copies else MemoryPart.FOR_W]
         return self.reload[stage][MemoryPart.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
 
-    def in_ticks(self, costs: Costs) -> Costs:
+    def costs_in_ticks(self, costs: Costs) -> Costs:
         """Return the times, with the lanes and links of other costs."""
         return Costs(
             self.seconds[Kind.F],
@@ -286,7 +288,7 @@ class IntegerCosts:
             copy_lanes=costs.copy_lanes,
         )
 
-    def is_tight(self, rank: int, num_microbatches: int) -> bool:
+    def may_need_copies(self, rank: int, num_microbatches: int) -> bool:
         """Whether a rank's limit keeps it from having all of a step at a time."""
         most = sum(self.sizes[stage][sum(MemoryPart)] for stage in stages_on(self.placement, rank))
         return self.limit is not None and most * num_microbatches > self.limit
@@ -376,7 +378,7 @@ class StartTimes:
             for action, seconds in ticks.items()
             if action.kind is Kind.RELOAD
         }
-        simulation = Simulation(plan, whole.in_ticks(costs), (ticks, for_w))
+        simulation = Simulation(plan, whole.costs_in_ticks(costs), (ticks, for_w))
         ends = [0.0] * plan.num_ranks
         for _ in range(1 if has_barrier else 1 + _STEPS_TO_SETTLE):
             first = min(ends)

@@ -22,7 +22,7 @@ from typing import Any
 from ..costs import Costs
 from ..plan_cache import PlanCache
 from ..schedule import Schedule
-from .optpipe import PlanImprover, SolvedPlans
+from .optpipe import PlanImprover, SolvedPlanCache
 from .plan_problem import PlanProblem
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class PlanSolver:
         self.best: Schedule | None = None
 
     @property
-    def is_over(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether it has ended; all that it has found has been read then."""
         if self._process.poll() is None:
             return False
@@ -121,7 +121,7 @@ def _request(problem: PlanProblem, start: Schedule, seconds: float, folder: str 
     return json.dumps(asked)
 
 
-def _answer(asked: Mapping[str, Any], send: Callable[[Schedule], None]) -> None:
+def _search_plans(asked: Mapping[str, Any], send: Callable[[Schedule], None]) -> None:
     """Search for plans; call ``send`` with every plan that is better than all before."""
     problem = PlanProblem(
         asked["num_microbatches"],
@@ -130,7 +130,7 @@ def _answer(asked: Mapping[str, Any], send: Callable[[Schedule], None]) -> None:
         asked["memory_limit"],
         asked["has_barrier"],
     )
-    solved_plans = SolvedPlans(PlanCache(asked["folder"]), problem)
+    solved_plans = SolvedPlanCache(PlanCache(asked["folder"]), problem)
     in_use, seconds = Schedule.parse(asked["start"], "optpipe"), asked["seconds"]
     start = solved_plans.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
@@ -162,7 +162,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(str(plan)) + "\n")
         sys.stdout.flush()
 
-    _answer(asked, send)
+    _search_plans(asked, send)
 
 
 def _end_with_input() -> None:

@@ -16,12 +16,12 @@ from lightning_pipeoffload.runtime.batch import (
     BatchStructure,
     Collation,
     batch_size,
+    compute_microbatch_shares,
     map_batch,
     merge_outputs,
+    possible_sample_counts,
     refuse_unclear_list,
-    sample_counts,
     start_checksum,
-    weigh_parts,
 )
 from tests.support.small_modules import split_batch
 
@@ -160,11 +160,11 @@ def test_a_batch_that_cannot_be_cut_is_refused(make, message):
 @pytest.mark.parametrize("weight", [0, -1, None, "many", float("nan"), float("inf")])
 def test_weights_that_give_no_mean_are_refused(weight):
     with pytest.raises(ValueError, match=r"microbatch_weight returned .*numbers from 0 up"):
-        weigh_parts(lambda part: weight, [1, 2])
+        compute_microbatch_shares(lambda part: weight, [1, 2])
 
 
 def test_a_microbatch_may_weigh_nothing():
-    shares, total, check = weigh_parts(torch.tensor, [0, 3])
+    shares, total, check = compute_microbatch_shares(torch.tensor, [0, 3])
     check()
     assert (shares, total) == ([0.0, 1.0], 3.0)
 
@@ -203,9 +203,9 @@ NOT_BY_SAMPLE = [3, "a", torch.tensor(1.0), torch.ones(2, 3), (torch.ones(3), 3)
 
 
 def test_what_has_a_row_for_each_sample():
-    assert all(3 in sample_counts(output) for output in BY_SAMPLE)
-    assert not any(3 in sample_counts(output) for output in NOT_BY_SAMPLE)
-    assert sample_counts({"x": None}) is None
+    assert all(3 in possible_sample_counts(output) for output in BY_SAMPLE)
+    assert not any(3 in possible_sample_counts(output) for output in NOT_BY_SAMPLE)
+    assert possible_sample_counts({"x": None}) is None
 
 
 CHANGED = [
@@ -409,7 +409,7 @@ def test_as_many_columns_as_samples_stay_columns(collation):
 def test_results_with_an_entry_for_each_sample_are_put_together():
     whole = boxes(3, 1, 2)
     assert same(merge_outputs([whole[:2], whole[2:]], [0.5, 0.5], [2, 1]), whole)
-    assert 3 in sample_counts(whole)
+    assert 3 in possible_sample_counts(whole)
     columns = [torch.ones(2, 1), torch.ones(2, 1)]
     joined = [torch.ones(4, 1), torch.ones(4, 1)]
     assert same(merge_outputs([columns, columns], [0.5, 0.5], [2, 2]), joined)

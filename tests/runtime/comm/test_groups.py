@@ -45,8 +45,8 @@ def count_meetings():
     dist.all_reduce, dist.new_group = note_meeting, note_making
     try:
         connect(num_replicas=2)
-        connect().device_group([0, 1])
-        connect().device_group([0, 1])
+        connect().make_device_group([0, 1])
+        connect().make_device_group([0, 1])
         return len(made), made == met
     finally:
         dist.all_reduce, dist.new_group = all_reduce, new_group
@@ -62,7 +62,7 @@ def break_off_and_renew():
     group = connect()
     work = None
     if group.global_rank == 0:
-        work = dist.all_reduce(torch.ones(1), group=group.device_group(), async_op=True)
+        work = dist.all_reduce(torch.ones(1), group=group.make_device_group(), async_op=True)
     dist.barrier()
     ProcessGroups.retire_current(has_failed=True)
     assert not group.is_connected
@@ -74,7 +74,7 @@ def break_off_and_renew():
         except RuntimeError:
             failed = True
     largest = torch.tensor(float(group.global_rank))
-    group.reduce(largest, dist.ReduceOp.MAX, over_replicas=False)
+    group.all_reduce_over_ranks(largest, dist.ReduceOp.MAX, over_replicas=False)
     return failed, float(largest)
 
 

@@ -149,7 +149,7 @@ def test_what_has_been_sent_is_freed_without_a_wait():
     link = Link(SimpleNamespace(send=lambda *_: DoneWork()), 0, 1, CPU, True, BufferRing(CPU))
     message = link.send([torch.ones(4)], 0)
     assert message.has_ended()
-    message.free()
+    message.return_buffers()
     assert link.send([torch.ones(4)], 0).memory[0] is message.memory[0]
 
 

@@ -61,10 +61,13 @@ def test_tensor_ranks_are_neighbours_and_make_a_pipeline_each(order, table):
                 assert (mesh.global_ranks, mesh.world_size) == (row, 8)
                 assert (mesh.root, mesh.is_global_zero) == (row[1], global_rank == 0)
                 assert mesh.counterparts == [other[rank] for other in replicas]
-                assert (mesh.first_replica, mesh.roots) == (table[0][0], [r[1] for r in table[0]])
+                assert (mesh.first_replica_ranks, mesh.roots) == (
+                    table[0][0],
+                    [r[1] for r in table[0]],
+                )
                 described = f"replica {replica}, stage {rank}, tensor rank {tensor_rank}"
                 assert mesh.describe_rank(global_rank) == described
-                assert mesh.pipeline == 2 * replica + tensor_rank
+                assert mesh.pipeline_index == 2 * replica + tensor_rank
 
 
 def test_it_is_torchs_mesh_of_replicas_times_ranks():
@@ -79,7 +82,7 @@ def test_each_edge_has_options_of_its_own(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: given.append(options))
     mesh = RankMesh(build("1f1b", 2, 2), 0, num_replicas=2)
     for edge in [(0, 1), (1, 0)]:
-        mesh.edge_group(edge, object)
+        mesh.make_edge_group(edge, object)
     assert len({id(options["pg_options"]) for options in given}) == len(given) == 4
 
 

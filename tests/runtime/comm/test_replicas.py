@@ -17,7 +17,7 @@ def waits(call):
     """Return whether a call waits, and what it has then."""
     COMING.data.zero_()
     pending = PendingParameters(may_wait=True)
-    pending.add(lambda: COMING.data.fill_(1.0), [COMING])
+    pending.defer_or_wait(lambda: COMING.data.fill_(1.0), [COMING])
     with PendingParametersMode(pending):
         call()
     return not pending
@@ -58,6 +58,6 @@ def test_others_go_on(call):
 def test_where_nothing_may_wait_they_are_there_at_once():
     come = []
     pending = PendingParameters()
-    pending.add(lambda: come.append(1), [COMING])
+    pending.defer_or_wait(lambda: come.append(1), [COMING])
     assert come == [1]
     assert not pending

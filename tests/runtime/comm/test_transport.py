@@ -27,8 +27,13 @@ from lightning_pipeoffload.runtime.comm.transport import CommunicationThread, _f
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.device import ActionTimer
 from lightning_pipeoffload.runtime.measure import echo_messages, link_speed, measure_latency
-from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
-from lightning_pipeoffload.runtime.step import set_plan_indices
+from lightning_pipeoffload.runtime.run import (
+    ActivationMemory,
+    Executor,
+    Pipeline,
+    split_into_microbatches,
+)
+from lightning_pipeoffload.runtime.step import set_indices_and_weights
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
 from tests.support.in_process import InProcessTransport
@@ -107,7 +112,7 @@ class OpenReceives:
     def send(self, send, peer, tensors):
         pass
 
-    def finish_step(self):
+    def free_unused_buffers(self):
         assert not self.open
 
     def synchronized_time(self):
@@ -209,8 +214,8 @@ def train(name):
     memory, losses = ActivationMemory.for_device(CPU), []
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
-        slices = trace_batch(pipeline, x, 1, users_step(module.step), "train", 0)
-        microbatches = set_plan_indices(slices, [1 / 12] * len(slices))
+        slices = split_into_microbatches(pipeline, x, 1, users_step(module.step), "train", 0)
+        microbatches = set_indices_and_weights(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()
     pipeline.detach()
@@ -318,10 +323,10 @@ def test_only_errors_of_the_connection_blame_a_peer():
 def test_settings_under_which_messages_wait_for_each_other_are_refused(
     monkeypatch, name, value, message
 ):
-    transport_module.check_environment()
+    transport_module.check_cuda_variables()
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{name} {message}$"):
-        transport_module.check_environment()
+        transport_module.check_cuda_variables()
 
 
 def test_waiting_in_process_for_what_was_not_sent_is_an_error():

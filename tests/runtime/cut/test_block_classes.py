@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.cut import CutSettings, find_classes
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.cut import CutSettings, classify_blocks
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from tests.support.small_modules import Regression, users_step
 
 CPU = torch.device("cpu")
@@ -88,8 +88,10 @@ def make(kind, *windows):
 def test_blocks_are_alike_that_do_the_same_and_are_made_alike(blocks, classes):
     module = Regression(nn.ModuleList(blocks))
     pipeline = Pipeline(module, 0, CutSettings((0, 1)), CPU)
-    first, *_ = trace_batch(pipeline, torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0)
-    assert find_classes(pipeline.chain, first.record) == classes
+    first, *_ = split_into_microbatches(
+        pipeline, torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0
+    )
+    assert classify_blocks(pipeline.chain, first.record) == classes
     pipeline.detach()
 
 
@@ -103,6 +105,6 @@ def test_the_comparison_runs_one_of_alike_blocks_that_leave_only_outputs(kind, n
         block.weight.register_forward_hook(lambda *_: calls.append(""))
     pipeline = Pipeline(module, 0, CutSettings((0, 1)), CPU)
     torch.manual_seed(0)
-    trace_batch(pipeline, torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0)
+    split_into_microbatches(pipeline, torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0)
     assert len(calls) == num_calls
     pipeline.detach()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut import StepTrace
-from lightning_pipeoffload.runtime.run import trace_batch
+from lightning_pipeoffload.runtime.run import split_into_microbatches
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
@@ -206,7 +206,9 @@ def test_masks_depend_on_the_module_and_its_training_step_alone():
             for rank in pipeline.ranks:
                 rank.module.function = lambda m, x: loss_of(m, m.layer2(m.layer1(x)))
                 with torch.no_grad():
-                    trace_batch(rank, batch, 1, partial(called, rank.module), "validation_step", 0)
+                    split_into_microbatches(
+                        rank, batch, 1, partial(called, rank.module), "validation_step", 0
+                    )
                 rank.module.function = stages
         found.append([float(loss) for loss in pipeline.run(batch, 1, seed=3)])
     assert found == [found[0]] * 4
@@ -223,7 +225,7 @@ def test_blocks_that_were_compiled_for_a_validation_may_be_cut_in_training():
     module, batch = Parts(lambda m, x: loss_of(m, m.levels(x)), levels=levels), torch.randn(4, 4)
     pipeline = InProcessPipeline(module, build("1f1b", 3, 4), call_step, compile=True)
     for rank in pipeline.ranks:
-        cut = partial(trace_batch, rank, batch, 1, partial(called, rank.module))
+        cut = partial(split_into_microbatches, rank, batch, 1, partial(called, rank.module))
         with torch.no_grad():
             cut("validation_step", 0)
         assert rank.chain.names == names("levels", 3)

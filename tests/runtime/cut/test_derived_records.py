@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily
-from lightning_pipeoffload.runtime.run import trace_batch
+from lightning_pipeoffload.runtime.run import split_into_microbatches
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
@@ -152,8 +152,10 @@ def test_lengths_between_traced_ones_are_derived_and_exact(name, pipeline):
 def traced(module, parts, **options):
     """Return the records of parts, as each comes."""
     (rank,) = InProcessPipeline(module, build("1f1b", 1, 2), call_step, **options).ranks
-    trace_batch(rank, parts[0], len(parts[0]["x"]), partial(run, rank.module), "train", 0)
-    return [rank.records.find("train", part, partial(run, rank.module)) for part in parts]
+    split_into_microbatches(
+        rank, parts[0], len(parts[0]["x"]), partial(run, rank.module), "train", 0
+    )
+    return [rank.records.find_or_trace("train", part, partial(run, rank.module)) for part in parts]
 
 
 def run(module, part, call):

@@ -23,7 +23,7 @@ QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 def test_what_the_user_has_set_stays(monkeypatch, given, device, in_use, queues, settings):
     found = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-    monkeypatch.setattr(cuda_settings, "accelerator_in_use", lambda: in_use)
+    monkeypatch.setattr(cuda_settings, "initialized_accelerator", lambda: in_use)
     for name in (QUEUES, ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

@@ -32,12 +32,12 @@ def run_step(monkeypatch):
     def run(*times, backwards=(B,)):
         clock.moments.extend(times)
         timer.start_step()
-        timer.start()
+        timer.start_action()
         timer.pause()
         timer.resume()
-        timer.record(F)
-        timer.start()
-        timer.record(*backwards)
+        timer.end_action(F)
+        timer.start_action()
+        timer.end_action(*backwards)
         timer.end_step()
         return timer
 
@@ -70,11 +70,11 @@ def test_a_step_that_took_longer_than_most_is_no_negative_bubble(run_step):
 
 def test_steps_that_have_ended_since_one(run_step):
     timer = run_step(0, 0, 1, 1, 2, 2, 3, 3)
-    [first] = timer.ended_after(None)
-    assert timer.ended_after(first) == []
+    [first] = timer.kept_steps_after(None)
+    assert timer.kept_steps_after(first) == []
     run_step(4, 4, 5, 5, 6, 6, 7, 7)
     run_step(8, 8, 9, 9, 10, 10, 11, 11)
-    second, third = timer.ended_after(first)
+    second, third = timer.kept_steps_after(first)
     assert (second.start, third.start) == (4, 8)
     assert timer.current_step is third
     assert timer.busy_seconds(third) == 3
@@ -118,7 +118,7 @@ def test_moments_of_an_accelerator_as_the_hosts(monkeypatch):
     clock = timing.DeviceClock()
     moment = clock.now()
     assert not clock.has_passed(moment)
-    read, error = clock.host_times()
+    read, error = clock.host_time_converter()
     assert clock.has_passed(moment)
     assert (read(moment), error) == (98, 1)
 

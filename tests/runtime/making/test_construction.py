@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeoffload.runtime.making import PartedModule, constructing, make_blueprint
+from lightning_pipeoffload.runtime.making import (
+    PartedModule,
+    constructing_local_stages,
+    make_blueprint,
+)
 from lightning_pipeoffload.runtime.shapes import RemoteTensor
 from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import build
@@ -49,7 +53,9 @@ def make_part(make, stage_ranks, rank):
     blueprint = make_blueprint(module, module.configure_model, stage_ranks)
     assert blueprint is not None
     local = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
-    with constructing(module, blueprint, local, [f"stage {s}" for s in range(len(stage_ranks))]):
+    with constructing_local_stages(
+        module, blueprint, local, [f"stage {s}" for s in range(len(stage_ranks))]
+    ):
         module.configure_model()
     return module, blueprint
 

@@ -134,9 +134,9 @@ def test_a_reload_waits_for_its_own_offload_though_nobody_else_has():
     memory = memory_of_all(torch.device("cpu"), lanes=CopyLanes(CarelessLane(), LastMomentLane()))
     store, tensor = ActivationStore("", (), memory.settings), torch.arange(8.0)
     saved = store.pack(tensor)
-    for step in (store.offload, store.free):
+    for step in (store.start_offload, store.free):
         step()
-    store.reload(MemoryPart.FOR_B)
+    store.start_reload(MemoryPart.FOR_B)
     store.wait_for_reload(MemoryPart.FOR_B)
     assert torch.equal(store.unpack(saved), tensor)
 
@@ -227,15 +227,15 @@ def test_after_an_error_memory_is_given_back_once_its_copies_are_waited_for():
     store, tensors = ActivationStore("", (), memory.settings), [torch.arange(8.0), torch.ones(8)]
     memory.start_step((), {0: SimpleNamespace(in_flight={0: SimpleNamespace(store=store)})})
     kept = [store.pack(tensors[0]), store.pack_weight_input(tensors[1])]
-    store.offload()
+    store.start_offload()
     store.free()
-    store.reload(MemoryPart.FOR_B)
+    store.start_reload(MemoryPart.FOR_B)
     memory.abandon()
     assert (lanes.h2d.num_late, lanes.d2h.num_late) == (1, 2)
     num_allocations = memory.settings.host.num_allocations
     store = ActivationStore("", (), memory.settings)
     kept += [store.pack(torch.ones(8)), store.pack_weight_input(torch.ones(8))]
-    store.offload()
+    store.start_offload()
     assert memory.settings.host.num_allocations == num_allocations
 
 

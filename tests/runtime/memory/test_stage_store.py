@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.device import is_on, make_lanes
+from lightning_pipeoffload.runtime.device import is_on_device, make_lanes
 from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
     HostBudget,
@@ -72,9 +72,9 @@ def test_what_is_not_on_the_ranks_device_stays_where_it_is():
 
 def test_a_device_without_an_index_is_any_of_its_kind():
     meta = torch.empty(1, device="meta")
-    assert is_on(meta, torch.device("meta"))
-    assert is_on(torch.ones(1), CPU)
-    assert not is_on(torch.ones(1), torch.device("cpu", 1))
+    assert is_on_device(meta, torch.device("meta"))
+    assert is_on_device(torch.ones(1), CPU)
+    assert not is_on_device(torch.ones(1), torch.device("cpu", 1))
 
 
 def test_aliases_are_kept_once():
@@ -126,9 +126,13 @@ def test_a_write_after_packing_is_an_error(moment):
     store, tensor = make_store(), torch.randn(4)
     saved = store.pack(tensor)
     if moment == "free":
-        store.offload()
+        store.start_offload()
     tensor.add_(1)
-    steps = {"offload": store.offload, "free": store.free, "unpack": lambda: store.unpack(saved)}
+    steps = {
+        "offload": store.start_offload,
+        "free": store.free,
+        "unpack": lambda: store.unpack(saved),
+    }
     with pytest.raises(WrittenInPlaceError, match="stage 1, microbatch 2: the tensor .* in place"):
         steps[moment]()
 
@@ -136,7 +140,7 @@ def test_a_write_after_packing_is_an_error(moment):
 def test_a_tensor_on_the_host_is_missed():
     store = make_store()
     saved = store.pack(torch.randn(4))
-    store.offload()
+    store.start_offload()
     store.free()
     with pytest.raises(RuntimeError, match="on the host; the plan needs a RELOAD"):
         store.unpack(saved)

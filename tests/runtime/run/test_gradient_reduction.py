@@ -97,7 +97,7 @@ def test_sums_start_in_the_order_of_the_first_step():
             # Replica 1 has another order: that of replica 0 counts.
             for name in "cba" if own == 0 else "cab":
                 started.append(len(replicas.sums.sent[own]))
-                reduction.finish_parameter(tensors[name])
+                reduction.mark_parameter_final(tensors[name])
             reduction.wait()
             assert tensors["c"].grad is kept
             for tensor in tensors.values():
@@ -136,7 +136,7 @@ def test_frozen_parameters_are_left_out_from_then_on():
             for tensor in tensors.values():
                 tensor.grad = torch.full_like(tensor, own)
             reduction.mark_gradients_final(0, [tensors["a"]])
-            reduction.finish_parameter(tensors["a"])
+            reduction.mark_parameter_final(tensors["a"])
             reduction.wait()
             assert tensors["a"].grad.eq(0.5 if is_trained else own).all()
             assert tensors["b"].grad.eq(0.5).all()
@@ -200,7 +200,7 @@ def test_what_two_stages_use_is_summed_at_the_end_apart():
             before = len(replicas.sums.sent[own])
             for stage in (3, 0):
                 reduction.mark_gradients_final(stage, [weight])
-                reduction.finish_parameter(weight)
+                reduction.mark_parameter_final(weight)
             assert len(replicas.sums.sent[own]) == before
             reduction.wait()
             assert weight.grad.eq(1.5).all()

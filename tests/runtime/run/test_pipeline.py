@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.batch import merge_outputs
 from lightning_pipeoffload.runtime.cut import CutSettings, SplitModule
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import build
@@ -42,7 +42,9 @@ def after_a_step(module, num_ranks=2, batch=None):
 def test_memory_of_other_ranks_parameters_goes():
     pipeline = Pipeline(Regression(linear_blocks(4)), 0, CutSettings((0, 1)), CPU)
     remote = weakref.ref(pipeline.module.blocks[3].weight)
-    trace_batch(pipeline, torch.ones(2, 4), 1, users_step(pipeline.module.step), "train", 0)
+    split_into_microbatches(
+        pipeline, torch.ones(2, 4), 1, users_step(pipeline.module.step), "train", 0
+    )
     assert remote() is pipeline.module.blocks[3].weight
     pipeline.commit()
     gc.collect()
@@ -64,7 +66,7 @@ def test_each_entry_of_the_state_dict_is_saved_by_one_rank_that_has_it(name):
 def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
     module = Regression(linear_blocks(2))
     pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
-    trace_batch(pipeline, torch.ones(2, 4), 1, users_step(module.step), "validation", 0)
+    split_into_microbatches(pipeline, torch.ones(2, 4), 1, users_step(module.step), "validation", 0)
     assert not pipeline.tensors.is_local("embed.weight")
 
     def tied(x):
@@ -72,7 +74,7 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
             x = block(x)
         return (x @ module.embed.weight).sum()
 
-    trace_batch(pipeline, torch.ones(2, 4), 1, users_step(tied), "train", 0)
+    split_into_microbatches(pipeline, torch.ones(2, 4), 1, users_step(tied), "train", 0)
     assert pipeline.tensors.is_local("embed.weight")
     pipeline.detach()
 
@@ -82,8 +84,10 @@ def test_another_cut_goes_by_the_records_that_there_are():
     settings = CutSettings((0, 1))
     pipeline = Pipeline(module, 1, settings, CPU, before_trace=lambda: traces.append(""))
     for settings, local in ((CutSettings((0, 1)), {2, 3}), (CutSettings((0, 1, 1, 0)), {1, 2})):
-        pipeline.cut_anew(1, settings)
-        first, _ = trace_batch(pipeline, torch.ones(2, 4), 1, users_step(module.step), "train", 0)
+        pipeline.prepare_new_cut(1, settings)
+        first, _ = split_into_microbatches(
+            pipeline, torch.ones(2, 4), 1, users_step(module.step), "train", 0
+        )
         assert first.is_new
         blocks = range(4)
         assert {b for b in blocks if pipeline.tensors.is_local(f"blocks.{b}.weight")} == local
@@ -111,7 +115,7 @@ def test_a_detached_module_is_plain_again():
     x = torch.randn(4, 4).double()
     expected = run_plain(module, x, 4)
     pipeline = Pipeline(module, 0, CutSettings((0,)), CPU)
-    trace_batch(pipeline, x, 4, users_step(module.step), "train", 0)
+    split_into_microbatches(pipeline, x, 4, users_step(module.step), "train", 0)
     pipeline.commit()
     pipeline.detach()
     assert all(type(block) is nn.Linear for block in module.blocks)
@@ -173,6 +177,8 @@ def test_what_a_rank_does_not_have_seems_to_be_on_its_device(monkeypatch):
         return module.step(part)
 
     pipeline = Pipeline(module, 1, CutSettings((0, 1)), elsewhere)
-    trace_batch(pipeline, torch.ones(2, 4, device=elsewhere), 2, users_step(step), "train", 0)
+    split_into_microbatches(
+        pipeline, torch.ones(2, 4, device=elsewhere), 2, users_step(step), "train", 0
+    )
     pipeline.commit()
     assert {*seen, module.embed.weight.device} == {elsewhere}

@@ -207,13 +207,13 @@ def sum_step(module, part):
 
 def test_a_wrong_gradient_of_earlier_keys_and_values_shows(monkeypatch):
     module, batch, expected = plain()
-    pop = EarlierSlices.pop_gradient_edges
+    pop = EarlierSlices.pop_edges_and_gradients
 
     def wrong(self, part):
         edges, gradients = pop(self, part)
         return edges, [gradient * 1.001 for gradient in gradients]
 
-    monkeypatch.setattr(EarlierSlices, "pop_gradient_edges", wrong)
+    monkeypatch.setattr(EarlierSlices, "pop_edges_and_gradients", wrong)
     with pytest.raises(AssertionError):
         assert_same(run_pipeline(module, sliced("seq_zb", 2, 4, 3), batch, 2), expected, 1e-5)
 

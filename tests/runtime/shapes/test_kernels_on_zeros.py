@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lightning_pipeoffload.runtime.cut import StepRecords, find_chain
 from lightning_pipeoffload.runtime.measure import measure_saved_memory
-from lightning_pipeoffload.runtime.run import trace_batch
+from lightning_pipeoffload.runtime.run import split_into_microbatches
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.address_kernels import Cubed, Gate, Silu, memory, seeded, silu
@@ -157,7 +157,7 @@ def test_one_run_on_zeros_for_each_shape(caplog):
     counts = []
     for length in (4, 4, 8):
         before = Silu.num_runs
-        trace_batch(
+        split_into_microbatches(
             rank, torch.randn(length, WIDTH), length // 4, users_step(rank.module.step), "train", 0
         )
         counts.append(Silu.num_runs - before)
@@ -184,7 +184,7 @@ def test_blocks_with_the_same_kernel_are_alike():
     chain = find_chain(module := Step(in_blocks, [of(1), of(1), of(2), of(1)]))
     chain.intercept()
     records = StepRecords(module, chain, torch.device("cpu"))
-    record = records.find("train", torch.randn(2, WIDTH), users_step(module.step))
+    record = records.find_or_trace("train", torch.randn(2, WIDTH), users_step(module.step))
     _, second, other, last, _ = record.work.digests  # the first one's input requires no gradient
     assert second == last != other
 
@@ -197,7 +197,7 @@ def test_what_such_a_function_saves_is_counted(recompute):
         plan = build("zb_h1", 2, 4)
         pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
         rank = pipeline.ranks[0]
-        part, *_ = trace_batch(
+        part, *_ = split_into_microbatches(
             rank, torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
         )
         kept.append([vars(found) for found in measure_saved_memory(rank, part)])

@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.shapes import (
     KnownNorms,
     RemoteTensor,
     ValueNeededError,
-    explain_remote,
+    remote_read_message,
 )
 from lightning_pipeoffload.runtime.users_code import Slot
 from lightning_pipeoffload.schedule import build
@@ -252,7 +252,7 @@ def test_other_values_are_refused_with_their_place(ask):
     _, remote = make()
     with pytest.raises(ValueNeededError) as found:
         ask(remote.grad)
-    said = explain_remote(found.value)
+    said = remote_read_message(found.value)
     assert "the gradient of weight (of stage 1)" in said
     assert "test_remote_tensor.py" in said
     assert "trainer.strategy.gather(parameter.grad)" in said

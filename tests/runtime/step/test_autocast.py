@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.step import backward_mode, sharing_casts, without_fused_layers
+from lightning_pipeoffload.runtime.step import backward_mode, sharing_casts, without_mha_fastpath
 
 CPU = torch.device("cpu")
 
@@ -60,6 +60,6 @@ def test_torchs_layers_give_the_same_type_with_gradients_and_without():
     layer, x = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True).eval(), torch.ones(1, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer(x).dtype
-        with torch.no_grad(), without_fused_layers(CPU):
+        with torch.no_grad(), without_mha_fastpath(CPU):
             assert layer(x).dtype == expected
     assert torch.backends.mha.get_fastpath_enabled()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.cut import ReadObserver
-from lightning_pipeoffload.runtime.step import caching_reads
+from lightning_pipeoffload.runtime.step import patching_scalar_reads
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.families import TEXT, from_transformers
@@ -232,7 +232,7 @@ def test_nothing_of_torch_is_replaced_where_nothing_is_answered():
 def test_torch_gets_back_what_others_have_put_there(monkeypatch):
     monkeypatch.setattr(Tensor, "item", Tensor.item, raising=False)
     others = vars(Tensor)["item"]
-    with caching_reads():
+    with patching_scalar_reads():
         assert vars(Tensor)["item"] is not others
     assert vars(Tensor)["item"] is others
     assert "__bool__" not in vars(Tensor)

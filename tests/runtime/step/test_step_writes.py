@@ -500,7 +500,7 @@ def test_what_forwards_that_run_again_have_written_is_put_back(write):
     pipeline.run(batch, 4)
     (rank,) = pipeline.ranks
     before = copy.deepcopy(rank.module.state_dict()), copy.deepcopy(rank.module.written())
-    restore = rank.stages[0].keep_writes()
+    restore = rank.stages[0].save_written_state()
     pipeline.run(batch, 4)
     restore()
     after = rank.module.state_dict(), rank.module.written()

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
     HostMemory,
     OffloadSettings,
-    address_of,
+    storage_address,
 )
 from lightning_pipeoffload.runtime.shapes import has_partial_gradient, is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
@@ -166,7 +166,7 @@ def mesh_of_two():
 
 
 def _run(net, x, gradient):
-    resident = [address_of(tensor) for tensor in (x, *net.parameters())]
+    resident = [storage_address(tensor) for tensor in (x, *net.parameters())]
     settings = OffloadSettings(x.device, make_lanes(x.device), HostMemory(False), 0)
     store = ActivationStore("a test", resident, settings)
     queue = WeightGradQueue(keeper=store)

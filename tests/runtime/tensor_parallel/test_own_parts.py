@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_pipeoffload.runtime.making import constructing, make_blueprint
+from lightning_pipeoffload.runtime.making import constructing_local_stages, make_blueprint
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
     fake_process_group,
@@ -88,6 +88,6 @@ def make_part(module, stage):
         replace_dtensors(module, module.mesh)
 
     blueprint = make_blueprint(module, configure, (0, 1))
-    with constructing(module, blueprint, [stage], ["stage 0", "stage 1"]):
+    with constructing_local_stages(module, blueprint, [stage], ["stage 0", "stage 1"]):
         configure()
     return module

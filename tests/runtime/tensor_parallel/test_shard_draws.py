@@ -32,7 +32,7 @@ class Net(nn.Module):
 def draw(tensor_rank, seed=1):
     net, draws = Net(), ShardDraws(tensor_rank)
     shards = {net.drops: True, net.drops.of_shard: True, net.after: True}
-    draws.expect({**shards, net.drops.inner: False, net.before: False}, [], False)
+    draws.register_drawing_modules({**shards, net.drops.inner: False, net.before: False}, [], False)
     torch.manual_seed(seed)
     return net(torch.ones(32))
 
@@ -48,14 +48,14 @@ def test_masks_of_shards_differ_and_others_are_equal():
 
 def test_a_module_of_both_kinds_and_a_compiled_one_are_refused():
     draws, dropout = ShardDraws(0), nn.Dropout()
-    draws.expect({dropout: True}, [], False)
+    draws.register_drawing_modules({dropout: True}, [], False)
     with pytest.raises(ValueError, match="Dropout draws .* in one step, and not in another"):
-        draws.expect({dropout: False}, [], False)
+        draws.register_drawing_modules({dropout: False}, [], False)
     with pytest.raises(ValueError, match="Dropout draws .* not supported with compile"):
-        ShardDraws(0).expect({dropout: True}, [], True)
+        ShardDraws(0).register_drawing_modules({dropout: True}, [], True)
 
 
 def test_a_block_that_draws_itself_is_refused():
     net = Net()
     with pytest.raises(ValueError, match="Drops draws .* a block or has blocks in it; have it"):
-        ShardDraws(0).expect({net.drops: True}, [net.drops], False)
+        ShardDraws(0).register_drawing_modules({net.drops: True}, [net.drops], False)

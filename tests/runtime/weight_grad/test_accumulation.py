@@ -18,9 +18,9 @@ from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
     add_product_in_float32,
     add_product_to_grad,
-    adds_in_float32,
     deferring_kernels,
     mark_deferrable,
+    supports_float32_accumulation,
 )
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
@@ -199,7 +199,7 @@ def test_compiled_blocks_add_up_in_one_pass_too(one_pass):
 
 
 def test_elsewhere_it_adds_up_as_without_and_says_so(caplog):
-    assert not adds_in_float32(CPU)
+    assert not supports_float32_accumulation(CPU)
     task = Task()
     torch.testing.assert_close(trained(task, **FUSED), trained(task), rtol=0, atol=0)
     (said,) = [line for line in caplog.messages if "gradient_accumulation_fusion" in line]

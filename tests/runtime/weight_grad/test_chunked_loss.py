@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss, pad
 from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.measure import LiveBytes, measure_saved_memory
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from lightning_pipeoffload.schedule import build
 from tests.support.comparison import evaluate, evaluate_plain, train, train_plain
 from tests.support.families import call_step
@@ -225,7 +225,7 @@ def measure(num_chunks, classes=4096):
     """Return the bytes of both stages of a microbatch, and the record."""
     module, batch = Model(num_chunks, classes=classes), tokens(16, classes)
     rank = Pipeline(module, 0, CutSettings((0, 1)), CPU)
-    (part,) = trace_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
+    (part,) = split_into_microbatches(rank, batch, 16, users_step(module.training_step), "train", 0)
     found = measure_saved_memory(rank, part)
     assert module.head.weight.grad is None
     rank.detach()

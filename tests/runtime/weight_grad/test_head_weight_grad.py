@@ -5,7 +5,7 @@ import torch
 
 from lightning_pipeoffload.runtime.cut import CutSettings
 from lightning_pipeoffload.runtime.measure import measure_saved_memory, move_head_w_to_b
-from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.run import Pipeline, split_into_microbatches
 from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 from lightning_pipeoffload.schedule import Costs
 from tests.runtime.weight_grad.test_chunked_loss import Model, tokens
@@ -40,7 +40,9 @@ def test_nothing_of_the_head_waits_for_w(split):
         module, batch = Model(0, classes=4096), tokens(16, 4096)
         settings = CutSettings((0, 1), split=split, head_weight_grad=head)
         rank = Pipeline(module, 0, settings, CPU)
-        (part,) = trace_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
+        (part,) = split_into_microbatches(
+            rank, batch, 16, users_step(module.training_step), "train", 0
+        )
         found[head] = measure_saved_memory(rank, part)[-1], rank.cut.costs
         rank.detach()
     logits = 16 * 6 * 4096 * 8
@@ -65,7 +67,7 @@ def test_another_pipeline_of_the_module_has_no_marks_of_the_first():
     module, queue = Model(0), WeightGradQueue(has_at_once=True)
     for head, is_computed_in_b in (("B", True), ("W", False)):
         rank = Pipeline(module, 0, CutSettings((0,), head_weight_grad=head), CPU)
-        trace_batch(rank, tokens(), 2, users_step(module.training_step), "train", 0)
+        split_into_microbatches(rank, tokens(), 2, users_step(module.training_step), "train", 0)
         assert queue.is_computed_in_b((module.head.weight,)) == is_computed_in_b
         rank.detach()
 

@@ -21,7 +21,7 @@ from lightning_pipeoffload.schedule import (
     steady_period,
 )
 from lightning_pipeoffload.schedule.simulation import host_memory_curves, memory_curves
-from lightning_pipeoffload.schedule.timeline import disjoint, earliest
+from lightning_pipeoffload.schedule.timeline import earliest_free_start, merge_intervals
 from tests.support.plans import SHAPES, plan
 
 UNIT = Costs.unit()
@@ -324,6 +324,6 @@ TAKEN = [(2.0, 3.0), (5.0, 8.0)]
 
 def test_times_that_are_free_for_so_long():
     expected = {(0, 2): 0, (0, 3): 8, (1.5, 1): 3, (2.5, 2): 3, (4, 2): 8, (9, 1): 9}
-    assert {given: earliest(*given, TAKEN) for given in expected} == expected
-    assert earliest(1, 5, []) == 1
-    assert disjoint([(5, 6), (0, 2), (1, 3), (3, 4), (5.5, 5.7)]) == [(0, 4), (5, 6)]
+    assert {given: earliest_free_start(*given, TAKEN) for given in expected} == expected
+    assert earliest_free_start(1, 5, []) == 1
+    assert merge_intervals([(5, 6), (0, 2), (1, 3), (3, 4), (5.5, 5.7)]) == [(0, 4), (5, 6)]
