@@ -31,7 +31,7 @@ from lightning_pipeoffload.planning.memory_needs import (
     OPERATIONS_PER_BYTE,
     MemoryNeeds,
     RankNeeds,
-    StandIns,
+    StandInTraits,
 )
 from lightning_pipeoffload.planning.request import (
     PlanLimits,
@@ -430,7 +430,7 @@ class ModelPlanner:
             )
             if obstacle:
                 raise ScheduleError(obstacle)
-            stand_ins = StandIns(by_bucket, has_masters, on_host)
+            stand_ins = StandInTraits(by_bucket, has_masters, on_host)
         return replace(needs, num_optimizer_shards=num_optimizer_shards, stand_ins=stand_ins)
 
     @property

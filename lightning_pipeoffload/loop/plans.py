@@ -25,7 +25,7 @@ from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers import estimate_state_bytes, may_step_by_bucket
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandInTraits
 from lightning_pipeoffload.planning.report import print_outgrown_plan
 from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
@@ -188,7 +188,7 @@ class Plans:
             on_host = settings.optimizer_offload
             if on_host or has_masters:
                 by_bucket = all(map(may_step_by_bucket, optimizers))
-                needs = replace(needs, stand_ins=StandIns(by_bucket, has_masters, on_host))
+                needs = replace(needs, stand_ins=StandInTraits(by_bucket, has_masters, on_host))
             self.needs = needs
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
@@ -207,10 +207,10 @@ class Plans:
     def _plan_named_schedule(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
         count = self.training.schedule.num_microbatches
-        request = request_by_name(self.settings, self._work(costs), count, limits)
+        request = request_by_name(self.settings, self._planned_work(costs), count, limits)
         self._use_plan(self.settings, make_plan_on_all_ranks(self._group, request), limits)
 
-    def _work(self, costs: Costs) -> PlannedWork:
+    def _planned_work(self, costs: Costs) -> PlannedWork:
         has_barrier = self.training.has_barrier
         return PlannedWork(
             self._group.num_ranks,
@@ -318,7 +318,9 @@ class Plans:
         keeps_limit = keeps_limits(used, costs, self.settings, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
-        request = make_run_request(self.settings, self._work(costs), self._options(), limits)
+        request = make_run_request(
+            self.settings, self._planned_work(costs), self._options(), limits
+        )
         try:
             plan = make_plan_on_all_ranks(self._group, request)
         except ScheduleError as error:

@@ -187,9 +187,14 @@ class Split:
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.parameters_with_local_stages()
             of_stages = self.pipeline.stage_gradients
-            replicas, owner_of = self.group.replicas, self.pipeline.gradients.owner_of
+            replicas, updating_replica = (
+                self.group.replicas,
+                self.pipeline.gradients.updating_replica,
+            )
             buffers = PersistentBuffers(replicas, self.pipeline.tensors)
-            self.reduction = GradientReduction(replicas, parameters, of_stages, owner_of, buffers)
+            self.reduction = GradientReduction(
+                replicas, parameters, of_stages, updating_replica, buffers
+            )
         self.plans.plan_first_step()
         self.report.print_initial_plan(num_accumulated)
         compile_ahead(self.pipeline, first.record)

@@ -85,7 +85,7 @@ class StepBoundary:
         self._pipeline, self._gradients = pipeline, pipeline.gradients
         self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
         self._gradient_hooks: list[WrappedHook] = []
-        if group.num_ranks > 1 or self._gradients.owner_of is not None:
+        if group.num_ranks > 1 or self._gradients.updating_replica is not None:
             self._gradient_hooks = wrap_gradient_hooks(trainer, self._share_gradient_norms)
         self._of_replicas = group.replicas.pending
         self._mode = PendingParametersMode(self._of_replicas, self.validation.pending)
@@ -118,7 +118,7 @@ class StepBoundary:
         if self._group.world.agree(may_start, unanimous=True):
             optimizer, gradients = self._trainer.optimizers[0], self._gradients
             snapshot = OptimizerSnapshot(optimizer, self._masters, gradients.owns)
-            self.validation.start(snapshot, over_replicas=gradients.owner_of is not None)
+            self.validation.start(snapshot, over_replicas=gradients.updating_replica is not None)
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 

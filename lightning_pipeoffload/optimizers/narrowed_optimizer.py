@@ -74,7 +74,7 @@ class OptimizerPartition:
             owners = assign_owners([p.nbytes for p in members], self._loads)
             self._owners.update(zip(members, owners, strict=True))
 
-    def owner_of(self, parameter: Tensor) -> int:
+    def updating_replica(self, parameter: Tensor) -> int:
         """Return the replica that steps a parameter, and has its gradient and state."""
         return self._owners.get(parameter, self._group.replica)
 

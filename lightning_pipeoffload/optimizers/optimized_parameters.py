@@ -167,7 +167,11 @@ class OptimizedParameters:
 
     def updating_replica(self, parameter: Tensor) -> int:
         """Return the replica that updates a parameter: this one, unless they divide updates."""
-        return self._group.replica if self._shares is None else self._shares.owner_of(parameter)
+        return (
+            self._group.replica
+            if self._shares is None
+            else self._shares.updating_replica(parameter)
+        )
 
     def is_updated_by_other_replica(self, parameter: Tensor) -> bool:
         """Return whether another replica updates a parameter of this rank."""

@@ -87,7 +87,7 @@ class RankNeeds:
         return sum(getattr(self, name) for name in ON_DEVICE)
 
 
-class StandIns(NamedTuple):
+class StandInTraits(NamedTuple):
     """The tensors that an optimizer steps in place of its parameters.
 
     Attributes:
@@ -124,7 +124,7 @@ class MemoryNeeds:
     flops_of_one: float
     workspace: Sequence[float]
     num_optimizer_shards: int = 1
-    stand_ins: StandIns | None = None
+    stand_ins: StandInTraits | None = None
     slices: Slices = Slices()
     collectives: Mapping[Kind, Sequence[float]] = field(default_factory=dict)
 

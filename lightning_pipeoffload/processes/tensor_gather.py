@@ -25,7 +25,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     found = ((name, of) for name, candidate, of in _tensors_of(pipeline) if candidate is tensor)
     name, sharding = next(found, ("", None))
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
-    ranks = pipeline.gradients.gradient_group
+    ranks = pipeline.gradients.group_with_all_gradients
     asked = ranks.gather((name, has_value, group.global_rank))
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)

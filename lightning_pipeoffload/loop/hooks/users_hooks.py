@@ -194,7 +194,7 @@ def share_gradient_norms(pipeline: Pipeline) -> None:
     counted = pipeline.gradients.counted_gradients(parameters)
     table = _gradient_norm_table([counted.get(index) for index in range(len(parameters))])
     with reporting_lost_peers("lost a rank while comparing gradients"):
-        dist.all_reduce(table, group=pipeline.gradients.gradient_group.host_group)
+        dist.all_reduce(table, group=pipeline.gradients.group_with_all_gradients.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
         size = KnownNorms(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):

@@ -74,7 +74,7 @@ from lightning_pipeoffload.runtime.users_code import (
     StepPoint,
     find_slots,
     in_brackets,
-    refusing_iterators,
+    refusing_held_iterators,
     restoring_attributes,
     running_user_line,
     users_line,
@@ -267,7 +267,7 @@ class StepTrace:
             changed = stack.enter_context(restoring_attributes(module))
             stack.enter_context(force_eager())
             stack.enter_context(recording_shards())
-            stack.enter_context(refusing_iterators(module))
+            stack.enter_context(refusing_held_iterators(module))
             slots = find_slots(module)
             self.stripped.strip(slots)
             mark_slots(slots, self.chain)

@@ -41,7 +41,7 @@ class GradientReduction:
     Args:
         parameters: The rank's parameters by name, each with the rank's stages that use it.
         apart: Gradients of single stages that are not in ``parameter.grad``, by name.
-        owner_of: Returns the replica that steps a parameter; None: all replicas step all.
+        updating_replica: Returns the replica that steps a parameter; None: all replicas step all.
         buffers: Those that are copied once the gradients are averaged; None: none are.
     """
 
@@ -50,10 +50,10 @@ class GradientReduction:
         replicas: Replicas,
         parameters: Mapping[str, tuple[Tensor, frozenset[int]]],
         apart: Mapping[str, StageGradient],
-        owner_of: Callable[[Tensor], int] | None = None,
+        updating_replica: Callable[[Tensor], int] | None = None,
         buffers: PersistentBuffers | None = None,
     ) -> None:
-        self._replicas, self._owner_of, self._buffers = replicas, owner_of, buffers
+        self._replicas, self._updating_replica, self._buffers = replicas, updating_replica, buffers
         self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages = {name: stages for name, (_, stages) in parameters.items() if len(stages) < 2}
@@ -118,9 +118,9 @@ class GradientReduction:
         return [self._make_bucket(names, tensors) for names in bucket_keys(tensors)]
 
     def _make_bucket(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> _Bucket:
-        if self._owner_of is None:
+        if self._updating_replica is None:
             return _Bucket(names, tensors, self._holders)
-        owners = {name: self._owner_of(tensors[name]) for name in names}
+        owners = {name: self._updating_replica(tensors[name]) for name in names}
         return _OwnedBucket(owners, tensors, self._holders, self._sums_to_owners)
 
     def _sums_to_owners(self) -> SumsToOwners:

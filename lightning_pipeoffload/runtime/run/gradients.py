@@ -49,12 +49,12 @@ class Gradients:
         group: The processes of the pipeline.
 
     Attributes:
-        owner_of: Returns the replica that steps a parameter; None: all replicas step all.
+        updating_replica: Returns the replica that steps a parameter; None: all replicas step all.
     """
 
     def __init__(self, group: PipelineGroup) -> None:
         self._group = group
-        self.owner_of: Callable[[Tensor], int] | None = None
+        self.updating_replica: Callable[[Tensor], int] | None = None
         self._is_divided = False
         self._parameters: list[Tensor] = []
         self._shared: list[_Shared] = []
@@ -85,9 +85,9 @@ class Gradients:
 
     # Gradients that one replica has for all
 
-    def set_owners(self, owner_of: Callable[[Tensor], int] | None) -> None:
+    def set_owners(self, updating_replica: Callable[[Tensor], int] | None) -> None:
         """Set the replica that steps each parameter; None: all replicas step all parameters."""
-        self.owner_of, self._is_divided = owner_of, False
+        self.updating_replica, self._is_divided = updating_replica, False
 
     def mark_gradients_reduced(self) -> None:
         """Record that the gradients are reduced over the replicas.
@@ -95,17 +95,17 @@ class Gradients:
         If they are divided, each one is on its owner only from now on. So :meth:`sum` and
         :meth:`max_over_ranks` then include all replicas.
         """
-        self._is_divided = self.owner_of is not None
+        self._is_divided = self.updating_replica is not None
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica has a parameter's gradient: all do until the reduction has ended."""
         if not self._is_divided:
             return True
-        assert self.owner_of is not None
-        return self.owner_of(parameter) == self._group.replica
+        assert self.updating_replica is not None
+        return self.updating_replica(parameter) == self._group.replica
 
     @property
-    def gradient_group(self) -> HostGroup:
+    def group_with_all_gradients(self) -> HostGroup:
         """The processes that have the gradients of one model: a pipeline's, or all replicas'."""
         return self._group.world if self._is_divided else self._group
 
@@ -113,7 +113,7 @@ class Gradients:
     def ranks(self) -> list[int]:
         """Global ranks that have the gradients of one model: of replica 0, or of all replicas."""
         return self._group.ranks_of_first_replicas(
-            1 if self.owner_of is None else self._group.num_replicas
+            1 if self.updating_replica is None else self._group.num_replicas
         )
 
     def drop_remote_gradients(self) -> None:

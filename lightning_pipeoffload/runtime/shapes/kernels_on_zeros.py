@@ -170,18 +170,18 @@ class KernelsOnZeros:
 
     def _make_apply_wrapper(self, function: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(_KernelCaller(cls, super(function, cls).apply), args, kwargs)  # type: ignore[misc]
+            return self._call(_KernelCall(cls, super(function, cls).apply), args, kwargs)  # type: ignore[misc]
 
         return apply
 
     def _make_forward_wrapper(self, owner: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = plain if owner is module else partial(plain, module)
-            return self._call(_KernelCaller(type(module), run, module), args, kwargs)
+            return self._call(_KernelCall(type(module), run, module), args, kwargs)
 
         return partial(forward, owner) if isinstance(owner, nn.Module) else forward
 
-    def _call(self, kernel: _KernelCaller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, kernel: _KernelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._observe(kernel.name, (args, kwargs, kernel.tensors))
         operands = substitute_values((args, kwargs)), kernel.tensors
         run = partial(self._run, kernel)
@@ -189,7 +189,7 @@ class KernelsOnZeros:
             return run(*operands)
         return handle_torch_function(run, (), *operands)
 
-    def _run(self, kernel: _KernelCaller, arguments: Any, weights: list[Tensor]) -> Any:
+    def _run(self, kernel: _KernelCall, arguments: Any, weights: list[Tensor]) -> Any:
         args, kwargs = arguments
         if not has_shape_only((arguments, weights)):
             return kernel.run(*args, **kwargs)
@@ -235,7 +235,7 @@ def _asks_for_address(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "data pointer" in str(error)
 
 
-class _KernelCaller:
+class _KernelCall:
     """A call of a Function or of a module's forward."""
 
     def __init__(self, kind: Any, run: Callable[..., Any], module: nn.Module | None = None) -> None:
@@ -247,7 +247,7 @@ class _KernelCaller:
         self.tensors = [slot.tensor for slot in self.slots]
 
 
-def _key_of(kernel: _KernelCaller, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
+def _key_of(kernel: _KernelCall, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
     """Return a key that determines the results' shapes, and what must be kept for ids in it."""
     is_autocast = torch.is_autocast_enabled(device)
     modes = torch.is_grad_enabled(), is_autocast and torch.get_autocast_dtype(device)
@@ -385,7 +385,7 @@ class _Maker:
         return ShapeOnly(base.meta.detach().as_strided(*view), *self._form)
 
 
-def _run_on_zeros(kernel: _KernelCaller, arguments: Any, inputs: list[Tensor]) -> _Result:
+def _run_on_zeros(kernel: _KernelCall, arguments: Any, inputs: list[Tensor]) -> _Result:
     origins = origins_of(shape_only_leaves(inputs))
     saved: list[Tensor] = []
     products = _FlopRecorder(origins)

@@ -226,7 +226,7 @@ class ShapeOnly(Tensor):
             return run_members(func, args, kwargs, has_shape_only)
         shape_only = shape_only_leaves((args, kwargs))
         device = kwargs.get("device") or shape_only[0].device
-        if func.overloadpacket in FACTORIES and not _is_scratch(func):
+        if func.overloadpacket in FACTORIES and not _is_scratch_of_traced_block(func):
             drawn: Any = call_factory(func, device, args, kwargs)
             if origins_of(shape_only) >= OF_SHARD and drawn.shape == args[0].shape:
                 drawn.origins = OF_SHARD  # a mask that is drawn there is for the shard
@@ -259,7 +259,7 @@ class ShapeOnly(Tensor):
         return result
 
 
-def _is_scratch(func: torch._ops.OpOverload) -> bool:
+def _is_scratch_of_traced_block(func: torch._ops.OpOverload) -> bool:
     """Return whether an operation makes empty memory in a block that is traced.
 
     Dropout draws its mask there: of an attention that would be heads x length x length numbers.

@@ -35,7 +35,7 @@ from .sources import (
     RandomGenerators,
     is_iterator,
     is_random_generator,
-    refusing_iterators,
+    refusing_held_iterators,
     set_generator_state,
     state_of_generator,
 )

@@ -123,7 +123,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def refusing_iterators(module: nn.Module) -> Iterator[None]:
+def refusing_held_iterators(module: nn.Module) -> Iterator[None]:
     """Raise ``ValueError`` if a step in the context advances a module's iterator, or adds one."""
     iterators = [
         place

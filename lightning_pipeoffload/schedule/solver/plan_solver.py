@@ -155,7 +155,7 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(_LOWEST_PRIORITY)
     asked = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(os.getppid(),), daemon=True).start()
     threading.Thread(target=_end_with_input, daemon=True).start()
 
     def send(plan: Schedule) -> None:
@@ -170,7 +170,7 @@ def _end_with_input() -> None:
     os._exit(0)
 
 
-def _end_with_parent(parent: int) -> None:
+def _exit_after_parent(parent: int) -> None:
     """Exit although another process has inherited the other end of the input and keeps it open."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
