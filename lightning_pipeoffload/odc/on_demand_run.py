@@ -134,7 +134,7 @@ class OnDemandRun:
             refuse_gradient_hooks(zip(group.names, group.parameters, strict=True))
         self._drop_gradients()
         self._hooks.reached.clear()
-        self._transport.clear()
+        self._transport.zero_gradient_sums()
 
     def _wait(self) -> None:
         """Wait until this rank's device and its pushes have finished."""

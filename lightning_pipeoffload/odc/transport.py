@@ -80,7 +80,7 @@ class OnDemandTransport(ABC):
         self._gathering = ""
 
     @abstractmethod
-    def clear(self) -> None:
+    def zero_gradient_sums(self) -> None:
         """Zero the sums of this rank's shards, before a minibatch."""
 
     @abstractmethod
@@ -161,7 +161,7 @@ class SharedSums(OnDemandTransport):
         self._pushes: deque[Future[None]] = deque()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
-    def clear(self) -> None:
+    def zero_gradient_sums(self) -> None:
         for total in self._own_sums:
             total.zero_()
 
@@ -247,7 +247,7 @@ class WholeGradients(OnDemandTransport):
         ]
         self._sums = [torch.zeros_like(whole[0]) for whole in self._whole]
 
-    def clear(self) -> None:
+    def zero_gradient_sums(self) -> None:
         for whole in self._whole:
             whole.zero_()
 

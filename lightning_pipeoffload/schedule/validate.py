@@ -57,7 +57,7 @@ def validate(schedule: Schedule) -> None:
     if any(KINDS[kind].follows for kind in schedule.kinds - _COMPUTED):
         _check_copies(schedule)
     if schedule.final_kind is not None:
-        _check_final(schedule, schedule.final_kind)
+        _check_reduce_or_step(schedule, schedule.final_kind)
     if schedule.has_transfers:
         _check_transfers(schedule)
     replay(schedule)
@@ -185,7 +185,7 @@ def _first_fault_of_life(kinds: tuple[Kind, ...]) -> int | None:
     return None if KINDS[kinds[-1]].lane == COMPUTE_LANE else len(kinds) - 1
 
 
-def _check_final(schedule: Schedule, kind: Kind) -> None:
+def _check_reduce_or_step(schedule: Schedule, kind: Kind) -> None:
     last = {p.action.stage: p for p in _places(schedule) if p.action.kind in (Kind.W, Kind.BW)}
     finished: set[int] = set()
     for place in _places(schedule):

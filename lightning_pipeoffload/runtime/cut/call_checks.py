@@ -79,9 +79,9 @@ class CallChecks:
             )
         self._last = index
 
-    def check_complete(self, num_calls: int) -> None:
-        """Raise ``CallsError`` if the step has ended after too few calls: ``num_calls``."""
-        missing = self._calls.blocks[num_calls:]
+    def check_complete(self, num_made: int) -> None:
+        """Raise ``CallsError`` if the step has ended after too few calls: ``num_made``."""
+        missing = self._calls.blocks[num_made:]
         if missing:
             raise CallsError(
                 f"the step does not call {self._chain.block_name(missing[0])}; "

@@ -127,11 +127,11 @@ class CalledChains:
     def _candidates(self) -> Iterator[Names]:
         order = sorted(self._containers, key=self._preference_key)
         if order and count_outside_largest(self._module, self._containers[order[0]])[0]:
-            joined = self._join(self._containers, order[:1], _JOINS * self._work)
+            joined = self._join_consecutive(self._containers, order[:1], _JOINS * self._work)
             yield [inner for name in joined for inner in self._blocks_inside(name)]
             yield joined
             # Also small ones, between which a library may branch by a block's value.
-            yield self._join(self._containers, order[:1], 0)
+            yield self._join_consecutive(self._containers, order[:1], 0)
             yield from (self._containers[path] for path in order)
 
     def _with_copies(self, names: Names) -> Iterator[Names]:
@@ -169,7 +169,9 @@ class CalledChains:
         names = self._containers[path]
         return is_dict, -count_outside_largest(self._module, names)[0], self._calls[names[0]].begin
 
-    def _join(self, containers: Containers, first: Sequence[str], least: float) -> Names:
+    def _join_consecutive(
+        self, containers: Containers, first: Sequence[str], least: float
+    ) -> Names:
         """Return the entries of containers that are called one after another, the largest first."""
         work = {path: self._work_of(names) for path, names in containers.items()}
         others = [path for path in containers if work[path] >= least]
@@ -191,7 +193,7 @@ class CalledChains:
             for path, names in self._containers.items()
             if _is_in(path, [name]) and _are_composed(self._module, names)
         }
-        names = self._join(inside, (), 0)
+        names = self._join_consecutive(inside, (), 0)
         if len(names) > 1 and self._work_of(names) >= _COVERS * call.work:
             return [inner for each in names for inner in self._blocks_inside(each)]
         return [name]

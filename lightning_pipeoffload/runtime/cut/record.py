@@ -108,7 +108,7 @@ class StepRecord(RecordPart):
     """The lengths that it was derived for, see :mod:`.derived_records`; None: it was traced."""
 
     @cached_property
-    def holds_for_shapes(self) -> bool:
+    def holds_for_any_values(self) -> bool:
         """Whether the record holds for every microbatch of these shapes, whatever its values."""
         return self.sizes.until is None and not self.flags.flag_values
 

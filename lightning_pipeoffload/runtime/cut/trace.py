@@ -209,7 +209,7 @@ class StepTrace:
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.register_from_error(error, self.chain.blocks):
                         raise KernelFoundError from error
-                    self._accept_or_raise(self._kernels.error_with_reason(error))
+                    self._accept_or_raise(self._kernels.explain_why_not_registered(error))
                     found["is_certain"] = False
                 self._finish()
             self._checks.check_complete(self.num_calls)

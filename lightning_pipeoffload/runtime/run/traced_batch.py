@@ -56,7 +56,7 @@ def build_microbatches(
             continue
         records.append(pipeline.find_record_and_cut(kind, part, step, own_seed))
         # Parts of one size have the same shapes; what depends on values differs.
-        if cut.are_alike and len(records) == 1 and records[0].holds_for_shapes:
+        if cut.are_alike and len(records) == 1 and records[0].holds_for_any_values:
             of_alike = records[0]
     num_slices = pipeline.num_slices_for(records)
     microbatches: list[Microbatch] = []

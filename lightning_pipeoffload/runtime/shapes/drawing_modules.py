@@ -43,12 +43,12 @@ def record_draw(
     module = _innermost_running_module(root)
     if kwargs.get("generator") is not None:
         if is_of_shard:
-            _refuse_draw(func, "by a generator of its own")
+            _refuse_shard_draw(func, "by a generator of its own")
     elif module is None:
         if is_of_shard:
-            _refuse_draw(func, "outside of the modules inside it")
+            _refuse_shard_draw(func, "outside of the modules inside it")
     elif drawing_modules.setdefault(module, is_of_shard) != is_of_shard:
-        _refuse_draw(func, "and for what all tensor ranks have, in one module")
+        _refuse_shard_draw(func, "and for what all tensor ranks have, in one module")
 
 
 def _innermost_running_module(root: nn.Module) -> nn.Module | None:
@@ -59,7 +59,7 @@ def _innermost_running_module(root: nn.Module) -> nn.Module | None:
     return None
 
 
-def _refuse_draw(func: torch._ops.OpOverload, why: str) -> None:
+def _refuse_shard_draw(func: torch._ops.OpOverload, why: str) -> None:
     raise ValueError(
         f"{func.overloadpacket.__name__}{in_brackets(running_user_line())} draws random numbers "
         f"for a shard of a layer {why}, so that tensor ranks cannot draw different ones there; "

@@ -130,7 +130,7 @@ class KernelsOnZeros:
                 return self._add_module(frame.f_locals["self"], blocks)
         return False
 
-    def error_with_reason(self, error: BaseException) -> BaseException:
+    def explain_why_not_registered(self, error: BaseException) -> BaseException:
         """Return ``error`` with the reason why :meth:`register_from_error` registered nothing."""
         if not _asks_for_address(error):
             return error

@@ -245,7 +245,7 @@ class ShapeOnly(Tensor):
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
-        on_meta = _operands_on_meta(func, args), _on_meta(kwargs)
+        on_meta = _operands_on_meta(func, args), _kwargs_on_meta(kwargs)
         if assumed is None:  # observers compare the memory of results
             out = run_on_meta(func, *on_meta, device, in_new_memory=has_observer())
         else:
@@ -283,7 +283,9 @@ def _cached_result(
         metas.append(leaf.meta if isinstance(leaf, ShapeOnly) else leaf)
     if kwargs:
         operands += shape_only_leaves(kwargs)
-    cached = RESULTS.get(result_cache_key(func, metas, _on_meta(kwargs) if kwargs else kwargs))
+    cached = RESULTS.get(
+        result_cache_key(func, metas, _kwargs_on_meta(kwargs) if kwargs else kwargs)
+    )
     if cached is None:
         return None
     origins, device = operands[0].origins, kwargs.get("device") or operands[0].device
@@ -365,7 +367,7 @@ def _operands_on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any
     return *on_meta[:place], lengths, *on_meta[place + 1 :]
 
 
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _kwargs_on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = {name: map_operands(_to_meta, value) for name, value in kwargs.items()}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
