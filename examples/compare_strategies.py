@@ -123,11 +123,11 @@ class Measure(L.Callback):
         """Start the clock after the warm-up."""
         if trainer.global_step == WARM_UP:
             forget_peak()
-            self.start = synchronized_time()
+            self.start = finished_at()
 
     def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Write what there is."""
-        seconds = (synchronized_time() - self.start) / (trainer.global_step - WARM_UP)
+        seconds = (finished_at() - self.start) / (trainer.global_step - WARM_UP)
         found = {"seconds": seconds, "memory": self.peak()}
         (self.folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(found))
 
@@ -143,7 +143,7 @@ def accelerator_in_use() -> bool:
     return torch.accelerator.is_available() and torch.accelerator.memory_allocated() > 0
 
 
-def synchronized_time() -> float:
+def finished_at() -> float:
     """Return the time when the device has done all that it was given."""
     if accelerator_in_use():
         torch.accelerator.synchronize()

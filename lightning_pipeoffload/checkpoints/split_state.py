@@ -103,9 +103,8 @@ class SplitState:
             ranks = self._group.world  # which may step some of the masters each
         shards = shards_in(part, self._pipeline.module) if in_shards else {}
         part.update(shards)
-        entries = (
-            self._gather_entries(part, ranks) | shards
-        )  # of which each tensor rank writes its own
+        # Of shards each tensor rank writes its own.
+        entries = self._gather_entries(part, ranks) | shards
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
         names = sorted(entries, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: entries[name] for name in names}, like=part)

@@ -361,10 +361,8 @@ class _MemorySweep:
         recipe = FAMILIES[name]
         if recipe.takes_seconds and not recipe.respects_memory_limit:
             return False  # the same search would find the same plan
-        best, free = (
-            self._fastest_of_family(name, limit),
-            min(map(_seconds, self.plans[name]), default=0.0),
-        )
+        best = self._fastest_of_family(name, limit)
+        free = min(map(_seconds, self.plans[name]), default=0.0)
         return best is None or _seconds(best) > free * _ROUNDING
 
     def _fastest_of_family(self, name: str, limit: float) -> Candidate | None:

@@ -12,7 +12,7 @@
                      5  the optimizer; weights that replicas send, or that are not validated, are
                         pending from now on: what reads one waits for it (StepBoundary)
     Lightning        6  on_train_batch_end: reads metrics and the rank's own weights; what steps
-                        wrote on other ranks are placeholders. Callbacks save by Clocks
+                        wrote on other ranks are placeholders. Callbacks save by RankZeroClocks
     Lightning's logger connector, replaced by install_shared_metrics, when the batch has ended:
                      7  the root sends what these hooks have logged
     end_batch        8  the vector of all ranks for the batch before is read, and this rank's is

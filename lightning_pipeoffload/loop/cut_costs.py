@@ -71,11 +71,9 @@ class CutCosts:
             return self._partition
         if option not in self._stages:
             placement, costs = option.placement(self._num_ranks), self._measured_costs(option)[0]
-            slowness, room = (
-                self._devices.slowness_per_stage(placement),
-                self._stage_memory_limits(option, costs),
-            )
-            arguments = self._pipeline, costs, placement, self._split, slowness, room
+            slowness = self._devices.slowness_per_stage(placement)
+            memory_limits = self._stage_memory_limits(option, costs)
+            arguments = self._pipeline, costs, placement, self._split, slowness, memory_limits
             self._stages[option] = cut_by_costs(*arguments)
         return self._stages[option]
 

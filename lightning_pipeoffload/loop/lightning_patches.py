@@ -125,7 +125,7 @@ class BackwardInStep(_AutomaticOptimization):
 
     Args:
         plain: Lightning's loop, whose progress goes on.
-        expect: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
+        set_zero_grad: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
         outputs: Returns what hooks get in place of a step's outputs; None: these.
     """
 
@@ -137,7 +137,7 @@ class BackwardInStep(_AutomaticOptimization):
     ) -> None:
         super().__init__(plain.trainer)
         self.optim_progress = plain.optim_progress
-        self._expect, self._outputs = set_zero_grad, outputs
+        self._set_zero_grad, self._outputs = set_zero_grad, outputs
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class BackwardInStep(_AutomaticOptimization):
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        self._expect(super()._make_zero_grad_fn(batch_idx, optimizer))
+        self._set_zero_grad(super()._make_zero_grad_fn(batch_idx, optimizer))
         return None
 
     @override

@@ -187,10 +187,8 @@ class Split:
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.parameters_with_local_stages()
             of_stages = self.pipeline.stage_gradients
-            replicas, updating_replica = (
-                self.group.replicas,
-                self.pipeline.gradients.updating_replica,
-            )
+            replicas = self.group.replicas
+            updating_replica = self.pipeline.gradients.updating_replica
             buffers = PersistentBuffers(replicas, self.pipeline.tensors)
             self.reduction = GradientReduction(
                 replicas, parameters, of_stages, updating_replica, buffers

@@ -118,13 +118,11 @@ def make_plan_request(
         )
 
     def memory_without_activations(option: PlanOption) -> float | Sequence[float]:
-        memory, memory_deficits = (
-            work.memory_without_activations(option),
-            machines.memory_deficits(places(option)),
-        )
+        memory = work.memory_without_activations(option)
+        deficits = machines.memory_deficits(places(option))
         if isinstance(memory, Sequence):
-            return [*map(add, memory, memory_deficits or [0.0] * len(memory))]
-        return [memory + less for less in memory_deficits] or memory
+            return [*map(add, memory, deficits or [0.0] * len(memory))]
+        return [memory + less for less in deficits] or memory
 
     return PlanRequest(
         work.num_ranks,

@@ -168,9 +168,8 @@ class JointStrategy(ParallelStrategy):
         is_interrupt = isinstance(exception, KeyboardInterrupt)
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if is_interrupt or is_lost_peer_error(
-            exception
-        ):  # this process exits before Lightning does it
+        # This process exits before Lightning does it.
+        if is_interrupt or is_lost_peer_error(exception):
             for logger in self._trainer.loggers:
                 logger.finalize("failed")
         board = self.processes.pop_board()

@@ -452,10 +452,8 @@ class _Trials:
                 self._add_candidate(option, "none", postponed, postponed=count)
 
     def _period_without_step(self, option: PlanOption) -> float:
-        plan, costs = (
-            split_fused_backward(self._find_plan_without_copies(option)),
-            self.scaled_costs(option),
-        )
+        plan = split_fused_backward(self._find_plan_without_copies(option))
+        costs = self.scaled_costs(option)
         return steady_period(plan, replace(costs, step=0.0), self._request.has_barrier(option))
 
     def _find_plan_without_copies(self, option: PlanOption) -> Schedule:
@@ -501,11 +499,8 @@ class _Trials:
         report: OffloadReport | None = None,
         postponed: int = 0,
     ) -> None:
-        describe_host_shortage, costs = (
-            self._request.describe_host_shortage,
-            self.actual_costs(option),
-        )
-        shortage = schedule.has_copies and describe_host_shortage(schedule, costs)
+        costs = self.actual_costs(option)
+        shortage = schedule.has_copies and self._request.describe_host_shortage(schedule, costs)
         if shortage:
             raise HostMemoryLimitError(shortage)
         period, bubble, peaks, makespan = self._simulate_plan(option, schedule)

@@ -16,7 +16,7 @@ class IndexGroups(list[int]):
     """Indices of samples in a flat list for a loader, one group after another.
 
     A loader reads the samples and then calls its collate function in the same process. That
-    function takes the groups of what was read last, by :meth:`take`.
+    function takes the groups of what was read last, by :meth:`pop_last`.
 
     Attributes:
         sizes: The number of samples of each group.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.metrics import Fetch
+from lightning_pipeoffload.metrics import PendingNumbers
 from lightning_pipeoffload.runtime.memory import recompute
 from lightning_pipeoffload.runtime.weight_grad import (
     add_product_in_float32,
@@ -89,7 +89,7 @@ def test_weight_gradients_wait_for_w():
 
 def test_numbers_of_the_device_and_of_the_host_are_published_together():
     numbers = {"loss": on_device(torch.tensor(1.5)), "rate": 0.5, "count": torch.tensor(3)}
-    fetch = Fetch({"log": numbers, "pbar": {}})
+    fetch = PendingNumbers({"log": numbers, "pbar": {}})
     assert fetch() == {"log": {"loss": 1.5, "rate": 0.5, "count": 3.0}, "pbar": {}}
 
 

@@ -66,8 +66,8 @@ class ArgumentWatch:
         writes: The writes into tensors that are read after the call; filled.
 
     Attributes:
-        filling: The indices of blocks that have modified a list, a dict, or an object's attributes
-            other than tensors and what a filled part of a cache notes of them.
+        blocks_filling_arguments: The indices of blocks that have modified a list, a dict, or an
+            object's attributes other than tensors and what a filled part of a cache notes of them.
     """
 
     def __init__(self, chain: BlockChain, writes: list[ArgumentWrite]) -> None:

@@ -504,19 +504,16 @@ class SegmentUses:
     def __init__(self, chain: BlockChain, trainable: Collection[str]) -> None:
         self._chain = chain
         self._trainable = trainable
-        self._computed_buffers: set[str] = (
-            set()
-        )  # buffers that a step writes from what a stage computes
+        # Buffers that a step writes from what a stage computes.
+        self._computed_buffers: set[str] = set()
         self.segments: dict[str, set[int]] = {}  # by name
 
     def add_record(self, slots: Iterable[Slot], record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
         new_uses = find_segment_uses(slots, self._chain, record)
         computed = {n for n in new_uses if n not in self._trainable and record.segments[n]}
-        for name in (
-            computed - self._computed_buffers
-        ):  # now only the stages that compute it have it
-            self.segments[name] = set()
+        for name in computed - self._computed_buffers:
+            self.segments[name] = set()  # now only the stages that compute it have it
         self._computed_buffers |= computed
         unused = self._computed_buffers - computed
         learned = {

@@ -370,10 +370,8 @@ class BlockMeasurement:
             stages: The costs of whole stages; the overhead is their excess over their blocks.
         """
         compared = self._reference_cut
-        samples, stages = (
-            self._scaled_to_fastest(samples, self._cut),
-            self._scaled_to_fastest(stages, compared),
-        )
+        samples = self._scaled_to_fastest(samples, self._cut)
+        stages = self._scaled_to_fastest(stages, compared)
         num_stages = len(compared.stage_ranks)
         costs, overhead = costs_of_blocks(self._sampled, samples, stages, num_stages)
         return (costs if self._has_head else _append_head_segment(costs, overhead)), overhead

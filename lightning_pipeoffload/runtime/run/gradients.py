@@ -92,8 +92,8 @@ class Gradients:
     def mark_gradients_reduced(self) -> None:
         """Record that the gradients are reduced over the replicas.
 
-        If they are divided, each one is on its owner only from now on. So :meth:`sum` and
-        :meth:`max_over_ranks` then include all replicas.
+        If they are divided, each one is on its owner only from now on. So
+        :meth:`sum_over_ranks` and :meth:`max_over_ranks` then include all replicas.
         """
         self._is_divided = self.updating_replica is not None
 
@@ -136,16 +136,14 @@ class Gradients:
         So each gradient of the model counts once.
         """
         elsewhere = self._counted_elsewhere
-        counted_gradients = {
+        gradients = {
             index: p.grad
             for index, p in enumerate(parameters)
             if not isinstance(p, ShapeOnly) and p.grad is not None and id(p) not in elsewhere
         }
         if not self._is_divided:
-            return counted_gradients
-        return {
-            index: grad for index, grad in counted_gradients.items() if self.owns(parameters[index])
-        }
+            return gradients
+        return {index: grad for index, grad in gradients.items() if self.owns(parameters[index])}
 
     # Sums
 
@@ -218,10 +216,10 @@ class Gradients:
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         """Return the maximum of a number over all ranks that share gradients."""
-        max_over_ranks = number.clone()
+        largest = number.clone()
         with reporting_lost_peers("lost a rank while looking for infinite gradients"):
-            self._group.all_reduce_over_ranks(max_over_ranks, dist.ReduceOp.MAX, self._is_divided)
-        return max_over_ranks
+            self._group.all_reduce_over_ranks(largest, dist.ReduceOp.MAX, self._is_divided)
+        return largest
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks that share gradients, on the device."""

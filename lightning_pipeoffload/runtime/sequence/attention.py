@@ -175,9 +175,8 @@ class _JoinedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         joined, slices = self._joined.get(_address_of(tensor), (None, []))
         if joined is None or joined.shape != tensor.shape or joined.stride() != tensor.stride():
-            is_kept = (
-                storage_key(tensor) in self._kept
-            )  # queries in one tensor with their keys, say
+            # In one tensor with its keys, say.
+            is_kept = storage_key(tensor) in self._kept
             return _Slices([tensor.detach()]) if is_kept else self._pack_around(tensor)
         return _Slices(slices)
 

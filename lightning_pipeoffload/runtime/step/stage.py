@@ -244,8 +244,8 @@ class StageRunner:
 
         Args:
             microbatches: The microbatches whose W is due.
-            final: Its ``expect`` gets the stage's parameters; its ``finish`` gets each parameter
-                once its gradient is final.
+            final: Its ``mark_gradients_final`` gets the stage's parameters; its
+                ``mark_parameter_final`` gets each parameter once its gradient is final.
         """
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
