@@ -155,7 +155,7 @@ def await_end(job, environment, patience_seconds):
         command = ["scontrol", "--oneliner", "show", "job", job]
         text = subprocess.check_output(command, env=environment, text=True)
         said = dict(word.split("=", 1) for word in text.split() if "=" in word)
-        if said["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"):
+        if said["JobState"] not in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING"):
             return said["JobState"], said["ExitCode"]
         time.sleep(0.3)
     raise TimeoutError(f"job {job} has not ended in {patience_seconds} s")
@@ -206,7 +206,7 @@ def test_jobs_end_as_their_ranks_do(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_nodes_repeat_parameters_that_are_sharded_within_them(cluster, tmp_path):
-    sizes = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=10"]
+    sizes = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=30"]
     command = ["srun", *sizes, sys.executable, "-m", "tests.support.on_demand_job", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=PATIENCE_SECONDS
@@ -219,7 +219,7 @@ def test_nodes_repeat_parameters_that_are_sharded_within_them(cluster, tmp_path)
 
 def the_example_trains(cluster, folder):
     """Submit it, on CPUs and with two tasks for each node."""
-    sizes = ["--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10"]
+    sizes = ["--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
     command = ["sbatch", "--parsable", *sizes, str(ROOT / "examples" / "cluster.sbatch"), *SMALL]
     job = subprocess.check_output(command, cwd=folder, env=cluster, text=True).strip()
     end = await_end(job, cluster, PATIENCE_SECONDS)

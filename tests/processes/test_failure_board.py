@@ -132,6 +132,24 @@ def halt(*_):
     threading.Event().wait()
 
 
+@pytest.fixture(autouse=True)
+def ending_boards(monkeypatch):
+    """End the boards of a test: where ``halt`` holds one thread, another ends pytest's process.
+
+    It would do so half an hour later, in a test that has nothing to do with it.
+    """
+    boards, make = [], failure_board.FailureBoard.__init__
+
+    def make_known(board, *args):
+        boards.append(board)
+        make(board, *args)
+
+    monkeypatch.setattr(failure_board.FailureBoard, "__init__", make_known)
+    yield
+    for board in boards:
+        board._is_over.set()
+
+
 def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     ended = Queue()
     monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
