@@ -342,10 +342,10 @@ class PipeOffloadStrategy(AtomicCheckpoints, PipelineProcesses):
 
     @property
     def split(self) -> Split:
-        """The module, cut over the ranks.
+        """This rank's part of the module, with its executor, plans and optimizers.
 
         Raises:
-            RuntimeError: The trainer has not set the strategy up yet.
+            RuntimeError: The trainer has not set the strategy up yet for its module.
         """
         if self._split is None:
             raise RuntimeError("there is no pipeline before the trainer has set the strategy up")

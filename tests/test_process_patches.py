@@ -126,6 +126,7 @@ LISTED = {
 # processes that are started.
 _CHANGING = {"setLevel", "filterwarnings", "simplefilter", "addHandler", "signal", "Library"}
 _REGISTRIES = ("register_", "set_start_method")
+_REPLACING = {"replaced", "setattr", "delattr"}
 _APART = {"cli", "plan.py", "train.py", "lightning_names.py", "__init__.py"}
 
 
@@ -141,10 +142,10 @@ def stored(node):
 
 
 def replaced_in(nodes, imported):
-    """Yield the attributes that calls of ``replaced`` name, of what is imported."""
+    """Yield the attributes of what is imported that calls of ``replaced`` or ``setattr`` name."""
     for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
-            owner, name, _ = node.args
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _REPLACING:
+            owner, name, *_ = node.args
             if root_of(owner) in imported:
                 is_known = isinstance(name, ast.Constant)
                 yield f"{ast.unparse(owner)}.{name.value}" if is_known else ast.unparse(owner)
@@ -162,8 +163,6 @@ def changes_in(nodes):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             last = name.rpartition(".")[2]
-            if name in ("setattr", "delattr") and root_of(node.args[0]) in imported:
-                yield ast.unparse(node.args[0])
             if root_of(node.func) in imported and (
                 last in _CHANGING or last.startswith(_REGISTRIES)
             ):

@@ -528,7 +528,7 @@ def _read_costs(path: str) -> Costs:
 
 
 def write_costs(path: str, costs: Costs, num_ranks: int, num_stages: int) -> None:
-    """Write the costs of a rank, in seconds and bytes, for ``costs_file``: the mean over the ranks.
+    """Write a rank's mean costs and the largest latency, in seconds and bytes, for ``costs_file``.
 
     Raises:
         ScheduleError: It cannot be written.

@@ -236,8 +236,10 @@ class ModelProbe:
         needs, sizes = needs_and_sizes
         forward, for_input, for_weight = needs.costs.seconds_by_kind(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
-        room = self._stage_memory_limits(needs, placement, kept)
-        stages = cut(chain, costs, placement, settings.split, self._slowness(placement), room)
+        memory_limits = self._stage_memory_limits(needs, placement, kept)
+        stages = cut(
+            chain, costs, placement, settings.split, self._slowness(placement), memory_limits
+        )
         if settings.head_weight_grad == "B":
             needs = replace(needs, costs=move_head_w_to_b(needs.costs, len(chain) + 1))
         return needs.join_into_stages(stages)
@@ -416,11 +418,13 @@ class ModelProbe:
         if key not in self._own_cuts:
             chain, costs = self._sizes_of_blocks(settings.blocks)
             slowness: Sequence[float] = ()
-            room = NO_MEMORY_LIMITS
+            memory_limits = NO_MEMORY_LIMITS
             if isinstance(settings.split, str):  # counts that are given are of any devices
                 slowness = self._slowness(placement)
-                room = StageMemoryLimits.of_parameters(costs.parameters, self._memory(placement))
-            stages = cut(chain, costs, placement, settings.split, slowness, room)
+                memory_limits = StageMemoryLimits.of_parameters(
+                    costs.parameters, self._memory(placement)
+                )
+            stages = cut(chain, costs, placement, settings.split, slowness, memory_limits)
             self._own_cuts[key] = chain.names, [len(stage.blocks) for stage in stages]
         blocks, split = self._own_cuts[key]
         return replace(settings, blocks=blocks, split=split)

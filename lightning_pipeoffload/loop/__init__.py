@@ -3,7 +3,11 @@
 from .backward import BackwardHooks
 from .data import count_resumed_batches, group_sampler_of, make_loader_skip_seen
 from .fit import Fit
-from .lightning_patches import BackwardInStep, patch_sigterm_handling, prevent_distributed_samplers
+from .lightning_patches import (
+    patch_sigterm_handling,
+    prevent_distributed_samplers,
+    run_backward_in_step,
+)
 from .model_in_parts import PartedModuleBuilder
 from .run_checks import (
     check_run,

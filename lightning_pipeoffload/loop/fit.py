@@ -3,7 +3,7 @@
 A training batch, in the order of the calls; ``batch_end.py`` goes on where this ends::
 
     strategy.optimizer_step  StepBoundary       pending weights are watched no more
-      the closure: Lightning runs training_step within the optimizer's step (BackwardInStep)
+      the closure: Lightning runs training_step within the optimizer's step (run_backward_in_step)
         Fit.train            StepCalls.inputs, BatchCutter.cut_training_batch
                              Fit._run           the plan, measured anew; the executor: F, B, W
                              LogCapture         each name that steps have logged, once

@@ -120,20 +120,31 @@ def prevent_distributed_samplers(trainer: Trainer, at_end: ExitStack) -> None:
     _patch_method(at_end, connector, "_requires_distributed_sampler", _requires_sampler)
 
 
-class BackwardInStep(_AutomaticOptimization):
-    """Leaves zero_grad and backward to the strategy, which runs them in its training step.
+def run_backward_in_step(
+    trainer: Trainer,
+    at_end: ExitStack,
+    set_zero_grad: Callable[[Callable[[], None] | None], None],
+    outputs: Callable[[], Any] | None = None,
+) -> None:
+    """Leave zero_grad and backward to the strategy, which runs them in its training step.
 
     Args:
-        plain: Lightning's loop, whose progress goes on.
+        trainer: The trainer.
+        at_end: Puts Lightning's loop back.
         set_zero_grad: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
         outputs: Returns what hooks get in place of a step's outputs; None: these.
     """
+    epoch = trainer.fit_loop.epoch_loop
+    in_step = _BackwardInStep(epoch.automatic_optimization, set_zero_grad, outputs)
+    at_end.enter_context(replaced(epoch, "automatic_optimization", in_step))
 
+
+class _BackwardInStep(_AutomaticOptimization):
     def __init__(
         self,
         plain: _AutomaticOptimization,
         set_zero_grad: Callable[[Callable[[], None] | None], None],
-        outputs: Callable[[], Any] | None = None,
+        outputs: Callable[[], Any] | None,
     ) -> None:
         super().__init__(plain.trainer)
         self.optim_progress = plain.optim_progress
@@ -209,11 +220,9 @@ class LoopPatches:
         trainer, connector = self._trainer, self._trainer._logger_connector
         replace = partial(_patch_method, at_end)
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        plain = epoch.automatic_optimization
         message = "training_step", self._mesh.root, connector.outputs
         outputs = None if self._mesh.is_root else partial(RemoteOutputs, *message)
-        in_step = BackwardInStep(plain, backward.set_zero_grad, outputs)
-        at_end.enter_context(replaced(epoch, "automatic_optimization", in_step))
+        run_backward_in_step(trainer, at_end, backward.set_zero_grad, outputs)
         replace(fit, "run", self._fit)
         replace(fit, "on_advance_start", self._start_epoch)
         replace(fit, "on_advance_end", self._end_epoch)

@@ -190,7 +190,7 @@ class MetricCalls:
         self._copies.clear()
 
     def resolve_metric_values(self, result: Any) -> Any:
-        """Return what a step returns, with the microbatch's own values of metrics."""
+        """Replace the deferred metric values in a step's result by those of its microbatch."""
         if not any(isinstance(leaf, MetricValue) for leaf in tree_leaves(result)):
             return result
         return resolve_metric_values(result)

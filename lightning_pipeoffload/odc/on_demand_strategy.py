@@ -31,13 +31,13 @@ from lightning_pipeoffload.checkpoints import (
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.loop import (
-    BackwardInStep,
     count_resumed_batches,
     group_sampler_of,
     make_loader_skip_seen,
     patch_sigterm_handling,
     prevent_distributed_samplers,
     refusing_several_optimizers,
+    run_backward_in_step,
 )
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
@@ -178,13 +178,11 @@ class OnDemandStrategy(AtomicCheckpoints, OnDemandProcesses):
         validation = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
         for loop in (*validation, trainer.test_loop, trainer.predict_loop):
             start = partial(self._start_evaluation, loop)
-            loop.on_run_start = start  # type: ignore[method-assign]
+            self._at_end.enter_context(replaced(loop, "on_run_start", start))
 
     def _patch_training_loop(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
-        loop, set_zero_grad = trainer.fit_loop.epoch_loop, self._connected_training.set_zero_grad
-        in_step = BackwardInStep(loop.automatic_optimization, set_zero_grad)
-        self._at_end.enter_context(replaced(loop, "automatic_optimization", in_step))
+        run_backward_in_step(trainer, self._at_end, self._connected_training.set_zero_grad)
         patch_sigterm_handling(trainer, self._at_end)
 
     @override

@@ -193,7 +193,7 @@ class NarrowedOptimizer:
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
 
     def replace_shapes(self) -> None:
-        """Replace shapes in the groups by the parameters of a module that is whole again."""
+        """Replace RemoteTensors in the groups by the parameters now in their place."""
         self._restore_groups()  # after a step that has ended in an error
         members = [group["params"] for group in self.optimizer.param_groups]
         looked_at = RemoteTensor.num_became, *map(len, members)

@@ -399,8 +399,8 @@ class PipelineSettings:
         """Build the schedule for that many microbatches, without regard to costs and limits.
 
         Raises:
-            ScheduleError: There is no schedule, a given one is of another size, or it offloads by
-                itself and ``offload`` asks for more.
+            ScheduleError: It is invalid or of other sizes, or it has copies of its own while
+                ``offload`` is neither "auto" nor "none".
         """
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks

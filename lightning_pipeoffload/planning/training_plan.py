@@ -161,7 +161,7 @@ class TrainingPlan:
         return serialize_microbatches(self.schedule) if self.is_cold else self.schedule
 
     def replace(self, current: CurrentPlan) -> None:
-        """Run by another plan from now on; called between two steps."""
+        """Use another plan from the next batch on; every rank does so before the same batch."""
         self.current = current
 
     def prepare_for_batch(

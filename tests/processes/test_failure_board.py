@@ -150,9 +150,15 @@ def ending_boards(monkeypatch):
         board._is_over.set()
 
 
-def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
-    ended = Queue()
-    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
+@pytest.fixture
+def ended(monkeypatch):
+    """The status with which a thread ends the process, which stays."""
+    statuses = Queue()
+    monkeypatch.setattr(failure_board.os, "_exit", lambda status: statuses.put(status) or halt())
+    return statuses
+
+
+def test_a_store_that_does_not_answer_ends_the_process(monkeypatch, ended):
     monkeypatch.setattr(failure_board, "_LAST_POLL_SECONDS", 0)
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()), timedelta(seconds=0.5))
     silent = Mock(check=halt)
@@ -184,9 +190,7 @@ def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, en
     assert not within
 
 
-def test_a_thread_that_dies_ends_the_process(monkeypatch):
-    ended = Queue()
-    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
+def test_a_thread_that_dies_ends_the_process(ended):
     store = HashStore()
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
     board.add_poll(lambda store: store.nothing_like_this())
@@ -200,10 +204,9 @@ GARBAGE = [b"\xff\xfe", b" ", b"1 0", b"0 0 nothing", b"70000 0 all", b"-1 1 x"]
 
 @pytest.mark.parametrize("value", GARBAGE)
 @pytest.mark.parametrize("when", ["polled", "announced"])
-def test_a_failure_that_no_rank_has_written_ends_the_process(monkeypatch, value, when):
+def test_a_failure_that_no_rank_has_written_ends_the_process(monkeypatch, ended, value, when):
     """Else its thread would end, and the run would go on without anyone to watch it."""
-    ended, said = Queue(), []
-    monkeypatch.setattr(failure_board.os, "_exit", lambda status: ended.put(status) or halt())
+    said = []
     monkeypatch.setattr(failure_board, "print_error_line", said.append)
     plain = HashStore()
     plain.set("failure", value)

@@ -179,7 +179,7 @@ class BatchChannel:
         return self._buffer
 
     def seconds_waited(self) -> float:
-        """Return for how long this process has waited for the reader by now; thread-safe."""
+        """Return for how long the present wait for a message has lasted, 0 if none; thread-safe."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 

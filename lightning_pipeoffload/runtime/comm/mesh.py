@@ -359,7 +359,7 @@ class RankMesh:
         return self._make_groups(use, self._rows(ranks), options)
 
     def make_replica_group(self, use: str, **options: Any) -> Any:
-        """Return a process group of all processes of this replica, tensor ranks included."""
+        """Return the group of this replica's processes; all processes of all replicas call it."""
         return self._make_groups(use, self._replicas, options)
 
     def make_data_group(self, use: str, **options: Any) -> Any:

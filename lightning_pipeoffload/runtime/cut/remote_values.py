@@ -175,7 +175,7 @@ def load_4bit_weights(module: nn.Module, state: Mapping[str, Any], is_split: boo
 
 
 def format_absent_error(module: nn.Module) -> str:
-    """Return an error message with the names of absent tensors and a remedy."""
+    """Return an error that names the tensors a run has left on other ranks, and a remedy."""
     names = [slot.name for slot in find_remote_slots(module)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (

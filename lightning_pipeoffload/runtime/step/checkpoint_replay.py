@@ -57,26 +57,26 @@ class CheckpointChecker:
 
 
 class _CheckedFunction:
-    def __init__(self, function: Callable[..., Any], replayer: CheckpointChecker) -> None:
+    def __init__(self, function: Callable[..., Any], checker: CheckpointChecker) -> None:
         self._function = function
-        self._replayer = replayer
+        self._checker = checker
         self._digests: list[int] = []
-        self._called_before, is_in_block = replayer.step.last_called_block()
-        self._is_in_block = is_in_block or replayer.writes.is_block(function)
+        self._called_before, is_in_block = checker.step.last_called_block()
+        self._is_in_block = is_in_block or checker.writes.is_block(function)
         self._name = ""
         is_ours = isinstance(function, RecomputedCall)
         self._how = 'is recomputed (recompute="full")' if is_ours else "is checkpointed"
-        self._forward = replayer.writes.num_forwards
+        self._forward = checker.writes.num_forwards
         # As they are in F: this package's own checkpoints run again on copies.
-        self._statistics = replayer.writes.statistics() if replayer.is_first else []
+        self._statistics = checker.writes.statistics() if checker.is_first else []
 
     def record_output(self, output: Any) -> None:
         self._name = self._find_name()
-        if self._replayer.compares:
+        if self._checker.compares:
             self._digests = _digests(output)
 
     def _find_name(self) -> str:
-        called, is_running = self._replayer.step.last_called_block()
+        called, is_running = self._checker.step.last_called_block()
         if is_running or called != self._called_before:
             return called
         return getattr(self._function, "__qualname__", type(self._function).__name__)
@@ -90,7 +90,7 @@ class _CheckedFunction:
 
     def _check_statistics(self, before: list[int]) -> None:
         """Refuse statistics that B updates after F's of later microbatches have done so."""
-        if self._forward == self._replayer.writes.num_forwards:
+        if self._forward == self._checker.writes.num_forwards:
             return
         for (name, tensor), version in zip(self._statistics, before, strict=True):
             if tensor._version != version:
@@ -102,8 +102,8 @@ class _CheckedFunction:
 
     def _run_again(self, *args: Any, **kwargs: Any) -> Any:
         with (
-            self._replayer.checking_recomputation(),
-            self._replayer.writes.undoing_recompute_writes(self._is_in_block),
+            self._checker.checking_recomputation(),
+            self._checker.writes.undoing_recompute_writes(self._is_in_block),
         ):
             try:
                 output = self._function(*args, **kwargs)
@@ -149,9 +149,9 @@ def _checkpoint_until_2_13(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[None]:
-    def make(rerun: Any, stops: bool) -> Iterator[None]:
+    def make(checked: Any, stops: bool) -> Iterator[None]:
         options = preserve_rng_state, context_fn, determinism_check, debug, stops
-        return _make_checkpoint(rerun, *options, *args, **kwargs)
+        return _make_checkpoint(checked, *options, *args, **kwargs)
 
     return _wrap_checkpoint(function, early_stop, make)
 
@@ -164,8 +164,8 @@ def _checkpoint(
     early_stop: bool = True,
     **options: Any,
 ) -> Iterator[None]:
-    def make(rerun: Any, stops: bool) -> Iterator[None]:
-        return _make_checkpoint(rerun, args, kwargs, early_stop=stops, **options)
+    def make(checked: Any, stops: bool) -> Iterator[None]:
+        return _make_checkpoint(checked, args, kwargs, early_stop=stops, **options)
 
     return _wrap_checkpoint(function, early_stop, make)
 
@@ -176,36 +176,36 @@ def _wrap_checkpoint(
     make: Callable[[Any, bool], Iterator[None]],
 ) -> Iterator[None]:
     """Run torch's generator, before and after the checkpointed function."""
-    rerun: Any = function
-    replayer = _find_replayer()
-    if replayer is not None:
-        rerun = _CheckedFunction(function, replayer)
-        early_stop = early_stop and not replayer.compares
-    plain: Any = make(rerun, early_stop)
-    with NOTHING if replayer is None else replayer.step.uncounted():
+    checked: Any = function
+    checker = _find_checker()
+    if checker is not None:
+        checked = _CheckedFunction(function, checker)
+        early_stop = early_stop and not checker.compares
+    plain: Any = make(checked, early_stop)
+    with NOTHING if checker is None else checker.step.uncounted():
         next(plain)
     try:
         yield
     except BaseException as error:
-        if isinstance(error, StageExit) and rerun is not function:
-            rerun.record_output(error.output)
+        if isinstance(error, StageExit) and checked is not function:
+            checked.record_output(error.output)
         plain.throw(error)
-    if replayer is not None:
-        with replayer.step.uncounted():
+    if checker is not None:
+        with checker.step.uncounted():
             # Private: only a local variable of torch's checkpoint() has the result.
-            rerun.record_output(sys._getframe(1).f_locals["ret"])
+            checked.record_output(sys._getframe(1).f_locals["ret"])
     next(plain, None)
 
 
 def _reentrant_forward(
     ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
 ) -> Any:
-    replayer = _find_replayer()
-    rerun = function if replayer is None else _CheckedReentrantFunction(function, replayer)
-    return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
+    checker = _find_checker()
+    checked = function if checker is None else _CheckedReentrantFunction(function, checker)
+    return _run_reentrant(ctx, checked, preserve_rng_state, *args)
 
 
-def _find_replayer() -> CheckpointChecker | None:
+def _find_checker() -> CheckpointChecker | None:
     # While something is compiled its checkpoints have no values.
     return None if TracingContext.try_get() else ACTIVE_SETTINGS.latest(CheckpointChecker)
 

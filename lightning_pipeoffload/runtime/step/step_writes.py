@@ -243,7 +243,7 @@ class StepWrites:
         return _placing_placeholders({v.key: (v, _late_read_message(v)) for v in changed})
 
     def keep(self) -> Callable[[], None]:
-        """Record the attributes that steps write, and all buffers, at the start of a step.
+        """Save the attributes that steps write, and all buffers of this rank, before a step runs.
 
         Returns:
             A function that restores them, as if no stage had run a microbatch since.

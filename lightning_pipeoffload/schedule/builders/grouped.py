@@ -232,14 +232,15 @@ def offloaded(
     """The uniform block with half of each rank's stages offloaded, or all of them (PO-H, PO-F).
 
     Half are the stages that live longest. Of two ranks with two stages each, the first does this
-    in PO-H; a copy that OFFLOAD or RELOAD starts runs on a lane of its own, during the F, B and W
-    that follow::
+    in PO-H with two microbatches; a copy that OFFLOAD or RELOAD starts runs on a lane of its own,
+    during the F, B and W that follow::
 
         0F0 0OFFLOAD0 2F0 0FREE0 0F1 0OFFLOAD1 2B0 0RELOAD0 2W0 0FREE1 2F1 0B0 0W0 0RELOAD1 ...
 
     Args:
-        amount: "half", or "full": everything that comes back in time.
-        costs: The costs of the stages, copies among them; None: k = 1.
+        amount: "half" or "full"; less of it where copies would not come back in time.
+        costs: The costs of the stages, copies among them; None: copying out and back takes as long
+            as F, B and W.
     """
     uniform = _build_grouped(num_ranks, num_microbatches, num_chunks, group_size=1)
     return offload_activations(uniform, costs or UNMEASURED, amount)[0]
