@@ -22,6 +22,9 @@ LISTED = {
     "loop/lightning_patches.py": {
         "BaseFinetuning.filter_on_optimizer": "a fit: parameters without values do not compare",
     },
+    "loop/reading.py": {
+        "module": "an entry: lengths and fetchers of Lightning's loops, one process of all reads",
+    },
     "loop/model_in_parts.py": {
         "DeviceMesh.__getitem__": "a block: a notice of the dimension that has one rank",
         "warnings.filterwarnings": "a block: Lightning warns of how the module is made",

@@ -9,8 +9,8 @@ PACKAGE = Path(lightning_pipeoffload.__file__).parent
 
 
 def imported_in(file):
-    """Names by which the nodes of a file use other packages."""
-    names = set()
+    """Names by which the nodes of a file use other packages; a loop over several is one of them."""
+    names, groups = set(), set()
     for node in file:
         if isinstance(node, ast.Import):
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
@@ -18,6 +18,11 @@ def imported_in(file):
             isinstance(node, ast.ImportFrom) and f"{node.module}.".partition(".")[0] != PACKAGE.name
         ):
             names |= set() if node.level else {a.asname or a.name for a in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            if node.value.elts and {*map(root_of, node.value.elts)} <= names:
+                groups |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.For) and root_of(node.iter) in groups:
+            names.add(ast.unparse(node.target))
     return names
 
 
