@@ -158,6 +158,8 @@ class BatchCutter:
     def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
         """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
 
+        The first batch also makes the plan, and cuts the module.
+
         Raises:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
@@ -167,7 +169,7 @@ class BatchCutter:
         elif is_first:
             microbatches = self._cut_first_by_user(inputs)
         else:
-            microbatches = self.trace(inputs, self.make_user_microbatches(inputs))
+            microbatches = self.build_microbatches(inputs, self.make_user_microbatches(inputs))
         if is_first and len(microbatches) > 1:
             self._warn_of_differences(inputs, microbatches)
         return microbatches
@@ -188,7 +190,7 @@ class BatchCutter:
             size = next(more for more in larger if samples.num % more != 1)
         parts = samples.split(size)
         try:
-            return self.trace(inputs, parts)
+            return self.build_microbatches(inputs, parts)
         except Exception as error:
             if size < samples.num:
                 self._explain_cut_failure(error, inputs, samples, size)
@@ -208,7 +210,7 @@ class BatchCutter:
         def cut(batch: StepInputs, count: int) -> list[Microbatch]:
             parts, sizes, are_alike = self._split(batch, of_first // count)
             num = sizes.count(sizes[0])  # a fit may resume before a short batch
-            return self.trace(batch, BatchParts(parts[:num], sizes[:num], are_alike))
+            return self.build_microbatches(batch, BatchParts(parts[:num], sizes[:num], are_alike))
 
         is_packed = self.packs_rows(inputs.kind)
         size = of_first // self._plans.choose(inputs, of_first, is_packed, cut)
@@ -230,7 +232,7 @@ class BatchCutter:
     ) -> None:
         """Raise an error that says so where the step fails only with a microbatch."""
         try:
-            self.trace(inputs, samples.split(samples.num))
+            self.build_microbatches(inputs, samples.split(samples.num))
         except Exception:
             return  # the first error counts, which is the caller's
         raise ValueError(
@@ -267,14 +269,14 @@ class BatchCutter:
 
     def _cut_first_by_user(self, inputs: StepInputs) -> list[Microbatch]:
         def cut(batch: StepInputs, count: int) -> list[Microbatch]:
-            return self.trace(batch, self.make_user_microbatches(batch, count))
+            return self.build_microbatches(batch, self.make_user_microbatches(batch, count))
 
         count = self._plans.choose(inputs, 0, self.packs_rows(inputs.kind), cut)
         parts = self.make_user_microbatches(inputs, count)
         self.microbatch_size = -(-sum(parts.sizes) // count)
         if self._pipeline.group.is_global_zero:
             self._loss_weights.warn_of_ignored_labels(inputs.batch)
-        return self.trace(inputs, parts)
+        return self.build_microbatches(inputs, parts)
 
     def make_user_microbatches(self, inputs: StepInputs, count: int = 0) -> BatchParts:
         """Return the batches that ``make_microbatches`` makes of one: ``count`` of them.
@@ -330,20 +332,20 @@ class BatchCutter:
             whole = samples.split(samples.num)
             if inputs.loader not in self._cuts_predictions:
                 # A number may count samples.
-                counts = self.trace(inputs, whole)[0].record.result_counts
+                counts = self.build_microbatches(inputs, whole)[0].record.result_counts
                 self._cuts_predictions[inputs.loader] = counts is None or samples.num in counts
             if not self._cuts_predictions[inputs.loader]:
-                return self.trace(inputs, whole)
-        return self.trace(inputs, samples.split(size))
+                return self.build_microbatches(inputs, whole)
+        return self.build_microbatches(inputs, samples.split(size))
 
     # Of both
 
-    def trace(self, inputs: StepInputs, cut: BatchParts) -> list[Microbatch]:
-        """Trace the step for the parts of a batch with new shapes."""
-        parts = self._pipeline.parts
-        if parts is not None:
-            parts.check_filled()
-        arguments = self._pipeline, cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
+    def build_microbatches(self, inputs: StepInputs, parts: BatchParts) -> list[Microbatch]:
+        """Make microbatches of a batch's parts, and trace the step for those with new shapes."""
+        module_parts = self._pipeline.parts
+        if module_parts is not None:
+            module_parts.check_filled()
+        arguments = self._pipeline, parts, inputs.batch, inputs.step, inputs.kind, inputs.seed
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).print_if_slow("tracing") if is_first else nullcontext():

@@ -7,14 +7,15 @@
                      2  gradients are means over replicas, and sums over the stages of a weight
                      3  on_after_backward: reads the batch's metrics, and gradients, whose sizes
                         are exchanged first
-    optimizer_step   4  clipping and the loss scale, by all ranks' gradients or as if they changed
-                        nothing (PostValidation)
-                     5  the optimizer; weights that replicas send, or that are not validated, are
-                        pending from now on: what reads one waits for it (StepBoundary)
+    optimizer_step   4  clipping and the loss scale (GradientClipper), by all ranks' gradients or as
+                        if they changed nothing (PostValidation)
+                     5  the optimizer (NarrowedOptimizer); weights that replicas send, or that are
+                        not validated, are pending from now on: what reads one waits for it
+                        (StepBoundary)
     Lightning        6  on_train_batch_end: reads metrics and the rank's own weights; what steps
                         wrote on other ranks are placeholders. Callbacks save by RankZeroClocks
-    Lightning's logger connector, replaced by install_shared_metrics, when the batch has ended:
-                     7  the root sends what these hooks have logged
+    LoopPatches._end_batch, in place of what ends a batch in Lightning's logger connector:
+                     7  the root sends what these hooks have logged (SharedMetricsConnector)
     end_batch        8  the vector of all ranks for the batch before is read, and this rank's is
                         sent: the same options, a stop, clocks that are due, reasons for another
                         plan; and the same batches, where hooks may change them

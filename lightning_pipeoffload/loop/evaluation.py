@@ -85,7 +85,7 @@ class Evaluation:
             microbatches = (
                 cutter.cut_evaluation_batch(inputs)
                 if parts is None
-                else cutter.trace(inputs, parts)
+                else cutter.build_microbatches(inputs, parts)
             )
         except GlobalWriteError:
             raise

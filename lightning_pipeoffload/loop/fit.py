@@ -11,7 +11,7 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
         GradientClipper      clipping, the loss scale
       the update             NarrowedOptimizer  of this rank's parameters only
                              StepBoundary       pending weights are watched from now on
-    Lightning's logger connector, replaced by ``install_shared_metrics``; when a batch has ended:
+    LoopPatches._end_batch   in place of what ends a batch in Lightning's logger connector
       BatchEndExchange       one vector to all ranks, and that of the batch before: options alike,
                              stop, another plan
 """
@@ -179,6 +179,9 @@ class Fit:
             args: The positional arguments of ``training_step``.
             kwargs: The others.
             steps_later: Whether the optimizer steps after a later batch.
+
+        Returns:
+            What the steps have returned, of all microbatches; on ranks but the root a loss of zero.
         """
         self.boundary.stop_watching_weights()
         split = self._split
@@ -224,10 +227,10 @@ class Fit:
                 self._first_batches.compare_if_due()
             if split.plans.update_plan(accumulation.is_first):
                 split.report.print_measured_plan()
-            # Of the plan that runs: edges may have to hold more messages than the last one's.
             is_new = any(map(attrgetter("is_new"), microbatches))
             num_slices = microbatches[0].num_slices
             has_fewer_slices = num_slices < training.schedule.num_sequence_slices
+            # Of the plan that runs: edges may have to hold more messages than the last one's.
             training.prepare_for_batch(is_new, split.pipeline.cut.costs, has_fewer_slices)
             self._exchange.start_batch_checksum(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.sizes_and_shares(inputs, microbatches)

@@ -263,6 +263,7 @@ class LoopPatches:
         self._end.agree_on_stop()
 
     def _end_batch(self, plain: Callable[[], None]) -> None:
+        """Run ``SharedMetricsConnector.on_batch_end``, then ``BatchEndExchange.end_batch``."""
         plain()
         self._end.end_batch()
 

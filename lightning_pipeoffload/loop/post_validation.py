@@ -128,7 +128,10 @@ class PostValidation:
         return self.is_on and is_last and self.steps_before_validation()
 
     def steps_before_validation(self) -> bool:
-        """Whether the step at hand is taken before it is validated; alike on all ranks."""
+        """Whether the step at hand is taken before it is validated; alike on all ranks.
+
+        The first call in a step decides, and saves what the step will change.
+        """
         if self._assumes is None:
             self._assumes = self._decide()
         return self._assumes
@@ -146,13 +149,13 @@ class PostValidation:
         return True
 
     def defer_overflow_check(self, scaling: LossScaling) -> None:
-        """Find out later whether other ranks have found infinities."""
+        """Find out whether other ranks have found infinities, later if no hook watches the step."""
         self._scaling = scaling
         if self._is_watched and not clips_by_norm(self._trainer):
             self._validate_now()
 
     def defer_clipping(self, clipping: Clipping) -> None:
-        """Find out later whether gradients are to be clipped."""
+        """Find out whether gradients are to be clipped, later if no hook watches the step."""
         assert self._snapshot is not None
         self._clipping = clipping
         if self._is_watched:

@@ -126,7 +126,7 @@ class RankZeroClocks:
         return False
 
     def update_due_clocks(self) -> int:
-        """Return which clocks of this rank are due."""
+        """Decide whether to validate; return which clocks are due, on global rank 0, else none."""
         interval = self._trainer._val_check_time_interval  # private, and the other: as Lightning
         if interval is not None:
             is_due = time.monotonic() - self._trainer._last_val_time >= interval

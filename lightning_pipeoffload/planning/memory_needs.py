@@ -508,7 +508,7 @@ def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
     blocks = [stage.blocks for stage in pipeline.cut.stages]
     specs: list[list[TensorSpec]] = [
         [],
-        *(record.payload_specs_before(b.start) for b in blocks[1:]),
+        *(record.message_specs_before(b.start) for b in blocks[1:]),
         [],
     ]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]

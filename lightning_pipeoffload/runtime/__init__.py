@@ -14,7 +14,7 @@ from .leaves import (
 )
 from .payload import (
     BlockOutput,
-    ReceivedTensors,
+    ReceivedGradients,
     TensorSpec,
     dense_stride,
     gradients_to_send,

@@ -1,4 +1,7 @@
-"""The payload of messages between two stages: a block's output tensors, and their gradients."""
+"""What a message between two stages is made of: specs of blocks' outputs, and their gradients.
+
+Carried values follow the outputs: :meth:`.record.StepRecord.message_specs_before`.
+"""
 
 from __future__ import annotations
 
@@ -100,15 +103,15 @@ class BlockOutput:
         return cls(treespec, described, is_template, is_closed)
 
     @cached_property
-    def payload(self) -> list[TensorSpec]:
-        """The tensors that are sent to the next stage."""
+    def tensor_specs(self) -> list[TensorSpec]:
+        """The specs of the output's tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     @cached_property
     def meta_tensors(self) -> list[Tensor]:
-        """The shapes of the payload, as tensors on the meta device."""
+        """Its tensors on the meta device."""
         with torch.inference_mode(False):
-            return [spec.empty("meta") for spec in self.payload]
+            return [spec.empty("meta") for spec in self.tensor_specs]
 
     def with_gradient_flags(self, arrives: Sequence[bool]) -> BlockOutput:
         """Return a copy with ``gets_gradient`` of each tensor."""
@@ -121,7 +124,7 @@ class BlockOutput:
 
     @cached_property
     def _is_tensor(self) -> bool:
-        return self.treespec.is_leaf() and bool(self.payload)
+        return self.treespec.is_leaf() and bool(self.tensor_specs)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """Return the output with one tensor in place of each spec."""
@@ -137,10 +140,11 @@ def _describe(leaf: Any) -> Any:
     return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-class ReceivedTensors:
-    """Tensors from the previous stage, and the gradients that are sent back.
+class ReceivedGradients:
+    """The gradients of the tensors from the previous stage, which B sends back.
 
-    The stage's graph holds it, so it must not lead to that graph.
+    The stage's graph holds it, so it has the specs of the tensors, which themselves lead to that
+    graph.
     """
 
     __slots__ = ("gradients", "specs")
@@ -150,7 +154,7 @@ class ReceivedTensors:
         self.gradients: tuple[Tensor | None, ...] = ()
 
 
-# Input of every _Enter: autograd needs one that requires a gradient, though it never gets one.
+# Input of every _StartGraph: autograd needs one that requires a gradient, though it never gets one.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
@@ -163,7 +167,7 @@ class _StartGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, tensors: list[Tensor], received: ReceivedTensors
+        ctx: Any, anchor: Tensor, tensors: list[Tensor], received: ReceivedGradients
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.received = received
@@ -182,12 +186,12 @@ class _StartGraph(torch.autograd.Function):
         return None, None, None
 
 
-def start_stage_graph(tensors: list[Tensor], received: ReceivedTensors) -> tuple[Tensor, ...]:
+def start_stage_graph(tensors: list[Tensor], received: ReceivedGradients) -> tuple[Tensor, ...]:
     """Start this stage's graph with received tensors; ``received`` gets their gradients."""
     return _StartGraph.apply(_ANCHOR, tensors, received)
 
 
-def gradients_to_send(received: ReceivedTensors, sender: str) -> list[Tensor]:
+def gradients_to_send(received: ReceivedGradients, sender: str) -> list[Tensor]:
     """Return the gradients of the received tensors that have one.
 
     ``sender`` is the name of the previous stage's last block, for the error where other tensors

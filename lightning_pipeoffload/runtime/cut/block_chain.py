@@ -42,13 +42,13 @@ class StepRun(Protocol):
 class StageExit(BaseException):
     """Raised in a call of a block to leave the user's step there."""
 
-    def __init__(self, payload: list[Tensor], output: Any = None) -> None:
-        self.payload = payload  # tensors to send: outputs of blocks, and carried values
+    def __init__(self, to_send: list[Tensor], output: Any = None) -> None:
+        self.to_send = to_send  # outputs of blocks, and carried values
         self.output = output  # of the block at which the step ends
 
 
 class BlockChain:
-    """Blocks in the order of their calls.
+    """Blocks in the order of their positions (:mod:`.call_order`): mostly that of their calls.
 
     Attributes:
         propose_blocks: Returns a ``blocks=...`` argument with at least the given number of blocks,

@@ -3,11 +3,11 @@
 A residual around a block, the encoder's output in every block of a decoder, a skip of a U-Net, an
 auxiliary loss: the step makes such a value before a cut and uses it after. The sender has it as a
 real tensor, the receiver as a shape-only one, in the same place of the same step. So a value is
-named by its **port**, the place where the step makes it: the segment (see :mod:`.trace`) and the
-number of the call of a torch function there. Both sides count those calls alike, for they run the
-same Python code on the same batch. A value that later stages need is sent with the payload; a stage
-in between forwards it. Its gradient comes back the same way, summed over all uses. A skip over
-three stages::
+named by its **port**, the place where the step makes it: the number of calls of blocks before,
+and the number of the call of a torch function since. Both sides count those calls alike, for they
+run the same Python code on the same batch. A value that later stages need is sent with the block's
+output; a stage in between forwards it. Its gradient comes back the same way, summed over all uses.
+A skip over three stages::
 
     stage 0   makes h, x        sends x, h
     stage 1   uses x, makes y   sends y, h      (forwards h)
@@ -43,8 +43,8 @@ from lightning_pipeoffload.runtime.users_code import Slot
 class Port(NamedTuple):
     """Identifies the call of a step that makes a value."""
 
-    segment: int  # the number of calls of blocks before; the output of call k has segment k + 1
-    call: int  # the number of a call of a torch function in it, from 1 on; 0: the block before
+    num_calls: int  # of blocks before; of the output of call k it is k + 1
+    call: int  # the number of a call of a torch function since, from 1 on; 0: the block before
     place: int  # among the tensors of what the call returned
 
 
@@ -60,7 +60,7 @@ class CarriedValue:
     trains_from: int | None  # the segment from which on it requires a gradient; None: never
     origins: frozenset[str]  # names of what it is computed from
     line: str  # of the user's code that needs it; "" if none is found
-    digest: int = 0  # of the names of the functions called in the segment until it is made
+    digest: int = 0  # of the names of the functions called since the last call of a block
     gradient_spans: list[tuple[int, int]] | None = None
     """Pairs of segments between which the loss leads back to it; None: all."""
     stride: tuple[int, ...] | None = None  # see TensorSpec
@@ -107,8 +107,8 @@ class FunctionCounter(TorchFunctionMode):
     that compute constants are not counted: a step may cache a mask or a table of positions.
 
     Attributes:
-        segment: The number of calls of blocks before.
-        digest: A hash of the names of the functions counted in this segment.
+        num_calls: The number of calls of blocks before.
+        digest: A hash of the names of the functions counted since the last of these.
     """
 
     def __init__(self) -> None:
@@ -116,9 +116,9 @@ class FunctionCounter(TorchFunctionMode):
         self.start(0)
         self._is_paused = False
 
-    def start(self, segment: int) -> None:
-        """Count from the start of ``segment`` on."""
-        self.segment = segment
+    def start(self, num_calls: int) -> None:
+        """Count anew, after that many calls of blocks."""
+        self.num_calls = num_calls
         self.digest = 0
         self._call = 0
 
@@ -183,7 +183,7 @@ def _is_weight_dependent(leaf: Any) -> bool:
 
 
 class CarriedValues(FunctionCounter):
-    """The carried values of one F of a stage: received, used, and sent with the payload.
+    """The carried values of one F of a stage: received, used, and sent with the block's output.
 
     Attributes:
         counts: Whether to count torch functions: some carried value is no output of a block.
@@ -197,8 +197,8 @@ class CarriedValues(FunctionCounter):
     ) -> None:
         super().__init__()
         self._derivation = derivation_note  # see StepRecord
-        self._incoming = [crossing.port for crossing in received if crossing.port]
-        self._outgoing = [crossing.port for crossing in sent if crossing.port]
+        self._incoming = [carried.port for carried in received if carried.port]
+        self._outgoing = [carried.port for carried in sent if carried.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
         self._digests = {c.port[:2]: c.digest for c in (*received, *sent) if c.port}
         self.counts = any(call for _, call in self._wanted)
@@ -208,7 +208,7 @@ class CarriedValues(FunctionCounter):
 
     def replace_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Record a result that the stage receives or sends as a carried value."""
-        place = self.segment, call
+        place = self.num_calls, call
         is_it = place in self._wanted and self._digests[place] == self.digest
         return self._replace_carried(call, self._wanted[place], result) if is_it else result
 
@@ -231,7 +231,7 @@ class CarriedValues(FunctionCounter):
             stand_in = self._awaited.get(port)
             self._values[port] = tensor
             mark_weight_dependent(tensor)
-            if stand_in is None and port.segment > self.segment:
+            if stand_in is None and port.num_calls > self.num_calls:
                 self._early[port] = tensor  # the step makes it after a later call of a block
             elif stand_in is None or stand_in.meta.shape != tensor.shape:
                 raise RuntimeError(_ANOTHER_WAY + self._derivation)
@@ -257,7 +257,7 @@ class CarriedValues(FunctionCounter):
             place += isinstance(leaf, Tensor)
             if place not in places or not isinstance(leaf, Tensor):
                 return leaf
-            port = Port(self.segment, call, place)
+            port = Port(self.num_calls, call, place)
             received = self._early.pop(port, None)
             if received is not None:
                 if leaf.shape != received.shape:
@@ -282,5 +282,5 @@ _ANOTHER_WAY = (
 def _places(ports: Iterable[Port]) -> Mapping[tuple[int, int], set[int]]:
     places: dict[tuple[int, int], set[int]] = {}
     for port in ports:
-        places.setdefault((port.segment, port.call), set()).add(port.place)
+        places.setdefault((port.num_calls, port.call), set()).add(port.place)
     return places

@@ -157,7 +157,7 @@ def estimate_costs(
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
     parameters = _sum_sizes(slots, find_segment_uses(slots, chain, record), chain)
     sent = {
-        block: sum(spec.num_bytes for spec in record.payload_specs_before(block))
+        block: sum(spec.num_bytes for spec in record.message_specs_before(block))
         for block in range(1, len(chain) + 1)
     }
     return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit, sent)

@@ -121,12 +121,12 @@ class StepRecord(RecordPart):
     def most_slices(self) -> int:
         """The most slices into which its sequences can be cut."""
         assert self.sequence is not None
-        return self.sequence.most_slices(self.outputs[0].payload)
+        return self.sequence.most_slices(self.outputs[0].tensor_specs)
 
     def slice_records(self, num_slices: int) -> list[StepRecord]:
         """Return a record for each slice of the sequence; only the sent tensors differ."""
         assert self.sequence is not None
-        parts = self.sequence.slices(self.outputs[0].payload, num_slices)
+        parts = self.sequence.slices(self.outputs[0].tensor_specs, num_slices)
         return [replace(self, sequence_slice=part, sequence_slices=parts) for part in parts]
 
     @property
@@ -151,8 +151,8 @@ class StepRecord(RecordPart):
 
     def carried_values_before(self, block: int) -> list[CarriedValue]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
-        crossing = [(c.port, c) for c in self.carried_values if c.port and c.crosses(block)]
-        return [each for _, each in sorted(crossing, key=itemgetter(0))]
+        carried = [(c.port, c) for c in self.carried_values if c.port and c.crosses(block)]
+        return [each for _, each in sorted(carried, key=itemgetter(0))]
 
     def calls_sent_before(self, block: int) -> list[int]:
         """List the calls whose outputs are sent over the cut before ``block``."""
@@ -162,17 +162,17 @@ class StepRecord(RecordPart):
             if self.calls.goes_to_next_position(call)
         ]
 
-    def payload_specs_before(self, block: int) -> list[TensorSpec]:
+    def message_specs_before(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
         calls = self.calls_sent_before(block)
         outputs = [spec for call in calls for spec in self._output_specs(call)]
         return [
             *outputs,
-            *(crossing.spec_before(block) for crossing in self.carried_values_before(block)),
+            *(carried.spec_before(block) for carried in self.carried_values_before(block)),
         ]
 
     def _output_specs(self, call: int) -> list[TensorSpec]:
-        whole, part = self.outputs[call].payload, self.sequence_slice
+        whole, part = self.outputs[call].tensor_specs, self.sequence_slice
         if part is None or self.sequence is None:
             return whole
         dims = self.sequence.outputs[call]
@@ -218,8 +218,8 @@ class StageRecord:
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:
         start, stop = blocks.start, blocks.stop
-        self.specs_in = step.payload_specs_before(start) if start else []
-        self.specs_out = [] if is_last else step.payload_specs_before(stop)
+        self.specs_in = step.message_specs_before(start) if start else []
+        self.specs_out = [] if is_last else step.message_specs_before(stop)
         self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
         self.received_values = step.carried_values_before(start) if start else []
         self.sent_values = [] if is_last else step.carried_values_before(stop)
@@ -228,7 +228,7 @@ class StageRecord:
         self.received_outputs: dict[int, slice] = {}
         self.num_output_tensors = 0
         for call in step.calls_sent_before(start) if start else ():
-            end = self.num_output_tensors + len(step.outputs[call].payload)
+            end = self.num_output_tensors + len(step.outputs[call].tensor_specs)
             self.received_outputs[call] = slice(self.num_output_tensors, end)
             self.num_output_tensors = end
         self.sent = frozenset(() if is_last else step.calls_sent_before(stop))

@@ -106,7 +106,7 @@ def _compare(chain: BlockChain, whole: StepRecord, other: StepRecord) -> Sequenc
 
 
 def _shapes_of(output: BlockOutput) -> list[Shape]:
-    return [spec.shape for spec in output.payload]
+    return [spec.shape for spec in output.tensor_specs]
 
 
 def _dims_of(whole: Sequence[Shape | None], other: Sequence[Shape | None]) -> list[Dims]:

@@ -169,7 +169,7 @@ class StepTrace:
     @property
     def num_calls(self) -> int:
         """The number of calls of blocks that have returned."""
-        return self._values.segment
+        return self._values.num_calls
 
     def segment_of_operation(self, tensors: Iterable[Any]) -> int:
         """Return the segment of an operation on tensors, at the present point of the step."""
@@ -321,7 +321,7 @@ class StepTrace:
         if output is None:
             return run()
         form = self.device, self.chain.output_origins(index)
-        meta_tensors = zip(output.meta_tensors, output.payload, strict=True)
+        meta_tensors = zip(output.meta_tensors, output.tensor_specs, strict=True)
         return output.fill(
             [ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in meta_tensors]
         )

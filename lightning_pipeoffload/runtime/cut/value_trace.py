@@ -104,7 +104,7 @@ class ValueTrace(FunctionCounter):
     def position(self) -> int:
         """The position of the running block, or the least position of the code that runs."""
         return (
-            self._calls.least_remaining_positions[self.segment]
+            self._calls.least_remaining_positions[self.num_calls]
             if self._running is None
             else self._running_block
         )
@@ -158,7 +158,7 @@ class ValueTrace(FunctionCounter):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in arg_ids):
-                self._assign_port(leaf, Port(self.segment, call, place), args)
+                self._assign_port(leaf, Port(self.num_calls, call, place), args)
         self._set_trains_from((args, result))
         return result
 
@@ -168,7 +168,7 @@ class ValueTrace(FunctionCounter):
         Empty if it has any other operand, or was computed before.
         """
         weights: frozenset[str] = getattr(tensor, "weights", frozenset())
-        return weights if weights and tensor.source.num_calls == self.segment else frozenset()
+        return weights if weights and tensor.source.num_calls == self.num_calls else frozenset()
 
     def observe(
         self,
@@ -193,7 +193,7 @@ class ValueTrace(FunctionCounter):
             if weights:
                 leaf.weights = weights  # type: ignore[attr-defined]
             if not hasattr(leaf, "source"):
-                source = _Source(position, self.segment)
+                source = _Source(position, self.num_calls)
                 _set_source(
                     leaf, source, self._running, tensors[0].lineage if is_view and tensors else ()
                 )
@@ -215,7 +215,7 @@ class ValueTrace(FunctionCounter):
 
     def enter_block(self, index: int, arguments: Any) -> Any:
         """Return aliases of the arguments, for the block."""
-        self._running = self.segment
+        self._running = self.num_calls
         self._reach.set_position(index)
         name = self._chain.block_name(index)
         if not self._calls.is_sequential:
@@ -245,8 +245,8 @@ class ValueTrace(FunctionCounter):
         """Return aliases of a block's output, for the step, and start the next segment."""
         name = self._chain.block_name(index)
         origin = f"the output of {name}"
-        backwards, following = ref(self._record.backwards), self.segment + 1
-        position = self._calls.position_after(self.segment)
+        backwards, following = ref(self._record.backwards), self.num_calls + 1
+        position = self._calls.position_after(self.num_calls)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -293,8 +293,8 @@ class ValueTrace(FunctionCounter):
             self.record_use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
-        for key, crossing in self._carried_values.items():
-            crossing.set_gradient_spans(self._reach.gradient_spans(self._edges[key]))
+        for key, carried in self._carried_values.items():
+            carried.set_gradient_spans(self._reach.gradient_spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._output_edges):
             arrives = [
@@ -312,26 +312,26 @@ class ValueTrace(FunctionCounter):
     def _assign_port(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
         if not hasattr(leaf, "source"):
             _set_source(
-                leaf, _Source(self.position_of_operation(args), self.segment), self._running
+                leaf, _Source(self.position_of_operation(args), self.num_calls), self._running
             )
-        if leaf.source.port is None and leaf.source.num_calls == self.segment:  # type: ignore[attr-defined]
+        if leaf.source.port is None and leaf.source.num_calls == self.num_calls:  # type: ignore[attr-defined]
             leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _set_trains_from(self, tree: Any) -> None:
         for leaf in _leaves_with_source(tree):
             if leaf.source.trains_from is None and leaf.requires_grad:
                 is_sequential = self._calls.is_sequential
-                leaf.source.trains_from = self.segment if is_sequential else leaf.source.position
+                leaf.source.trains_from = self.num_calls if is_sequential else leaf.source.position
 
     def record_use(self, tensor: Any, position: int) -> None:
-        """Record that code at ``position`` uses a tensor; add a crossing if it was made before."""
+        """Record that code at ``position`` uses a tensor; it is carried if it was made before."""
         if hasattr(tensor, "weights"):
             is_new = bool(self.sole_source_weights(tensor))
             for name in tensor.weights:
                 self._record.segments[name].add(position if is_new else tensor.source.position)
             if is_new:
                 return
-        if tensor.call is not None and tensor.call < self.segment:
+        if tensor.call is not None and tensor.call < self.num_calls:
             self._record.opened.add(self._calls.blocks[tensor.call])
         if tensor.source.position < position:
             self._record_carried_value(tensor, position)
@@ -352,18 +352,18 @@ class ValueTrace(FunctionCounter):
     def _record_carried_value(self, tensor: Any, position: int) -> None:
         source = tensor.source
         key = source.port or source
-        crossing = self._carried_values.get(key)
-        if crossing is None:
-            crossing = self._carried_values[key] = CarriedValue(
+        carried = self._carried_values.get(key)
+        if carried is None:
+            carried = self._carried_values[key] = CarriedValue(
                 source.port, source.position, 0, tensor.shape, tensor.dtype,
                 source.trains_from, tensor.origins, running_user_line(), source.digest,
                 stride=dense_stride(tensor),
             )  # fmt: skip
-            self._record.carried_values.append(crossing)
+            self._record.carried_values.append(carried)
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)
-        crossing.record_use(position, source.trains_from)
+        carried.record_use(position, source.trains_from)
 
 
 class _Alias(torch.autograd.Function):

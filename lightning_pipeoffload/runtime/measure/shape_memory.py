@@ -457,7 +457,7 @@ class _SkippedBlock(torch.autograd.Function):
         ctx: Any, output: BlockOutput, shapes: list[ShapeOnly], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.specs = [(TensorSpec.of(leaf), leaf.device) for leaf in inputs]
-        pairs = zip(shapes, output.payload, strict=True)
+        pairs = zip(shapes, output.tensor_specs, strict=True)
         ctx.mark_non_differentiable(*(leaf for leaf, spec in pairs if not spec.requires_grad))
         return tuple(shapes)
 

@@ -192,7 +192,7 @@ class Executor:
         self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
         self._results.clear()
         self.mailbox.start_step()
-        if self._keep:
+        if self._has_backward:
             self.timer.start_step(plan.num_sequence_slices)
             self.memory.start_step(self._actions, self.stages, plan.num_sequence_slices)
 
@@ -218,14 +218,14 @@ class Executor:
     def end(self) -> None:
         """End a step after its last action."""
         self.current = None
-        if self._keep:
+        if self._has_backward:
             self.timer.end_step()
         self.mailbox.end_step()
 
     def _switch_plan(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
         self._actions: Sequence[Action] = plan[self.rank]
-        self._keep = not plan.is_forward_only
+        self._has_backward = not plan.is_forward_only
         self.mailbox.use_plan(plan, self.rank, self._costs)
         by_tail = (tail.weights for tail in tails(self._actions))
         self._tails = {weights[0]: weights for weights in by_tail if weights}
@@ -285,7 +285,7 @@ class Executor:
         self.timer.start_action()
 
     def _record_and_free(self, *actions: Action) -> None:
-        if not self._keep:
+        if not self._has_backward:
             return
         self.timer.end_action(*actions)
         for action in actions:
@@ -300,12 +300,13 @@ class Executor:
             self.mailbox.receives.post_expected_receives(action)
         self.timer.start_action()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
-        store = self.memory.open_store(action, microbatch) if self._keep else None
-        # The stage takes the message as late as possible, after the beginning of the step.
+        store = self.memory.open_store(action, microbatch) if self._has_backward else None
+        # The stage takes the message as late as possible, after the beginning of the step; before
+        # that where weights are pending, which the beginning may read.
         receive: Callable[[], list[Tensor]] = partial(self.mailbox.receive, action, self.timer)
         if self._pending is not None and self._pending:
             receive = self._await_pending_parameters(receive)
-        output = stage.forward(microbatch, receive, self._keep, store)
+        output = stage.forward(microbatch, receive, self._has_backward, store)
         if not self.mailbox.put(action, output) and microbatch.has_result:
             self._results[action.microbatch] = output
         self._record_and_free(action)

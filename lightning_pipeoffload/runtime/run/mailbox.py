@@ -4,11 +4,11 @@ A message is named by an action at either end: the output of ``1F0`` is sent by 
 taken by ``2F0``, for which ``2RECV_F0`` waits. Between two stages of one rank there is no SEND and
 no RECV, and the message waits here::
 
-    put(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> receive(2F0)
+    put(1F0) -> [1SEND_F0] -> send     transport     post, wait -> [2RECV_F0]  -> receive(2F0)
     put(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
 
 Which tensors a message has is decided in the trace, alike on every rank:
-:meth:`StepRecord.payload_specs_before`. ``StageRunner`` collects them, and ``StagePass`` enters
+:meth:`StepRecord.message_specs_before`. ``StageRunner`` collects them, and ``StagePass`` enters
 them into the next stage.
 """
 

@@ -264,7 +264,7 @@ class Pipeline:
         """Return the record of a step for a microbatch; cut the module for it if it is new.
 
         Args:
-            kind: The kind of the step, such as "train".
+            kind: The kind of the step, such as "training_step".
             part: The microbatch.
             step: The user's step.
             seed: The seed of the microbatch.

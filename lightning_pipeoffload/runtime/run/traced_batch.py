@@ -40,7 +40,7 @@ def build_microbatches(
         cut: The parts.
         batch: The batch: any pytree.
         step: The user's step.
-        kind: The kind of the step, such as "train".
+        kind: The kind of the step, such as "training_step".
         seed: The seed of the batch.
 
     Raises:

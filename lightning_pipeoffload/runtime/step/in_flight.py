@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_pipeoffload.runtime import ReceivedTensors
+from lightning_pipeoffload.runtime import ReceivedGradients
 from lightning_pipeoffload.runtime.cut import StageRecord
 from lightning_pipeoffload.runtime.memory import ActivationStore
 from lightning_pipeoffload.runtime.sequence import EarlierSlices, SequenceSlice
@@ -82,7 +82,7 @@ class InFlight:
     microbatch: Microbatch
     record: StageRecord
     queue: WeightGradQueue
-    received: ReceivedTensors | None
+    received: ReceivedGradients | None
     store: ActivationStore | None = None
     place: int = 0
     loss: Tensor | None = None

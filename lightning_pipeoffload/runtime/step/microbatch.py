@@ -21,7 +21,7 @@ class Microbatch:
     Attributes:
         part: The samples, in the structure of the batch.
         num_samples: The number of samples.
-        run: Calls the user's step on ``part``.
+        run: Calls the user's step on ``part``, or on copies where the step writes into its batch.
         record: The record of the step traced on these shapes.
         device: The device of its tensors.
         seed: The seed from which all its random numbers are derived.

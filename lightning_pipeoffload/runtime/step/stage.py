@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime import (
     NOTHING,
-    ReceivedTensors,
+    ReceivedGradients,
     TensorSpec,
     combine_contexts,
     gradients_to_send,
@@ -118,7 +118,7 @@ class StageRunner:
         record = self.record_of(microbatch)
         at_once = context.head_is_at_once and context.is_last
         queue = WeightGradQueue(False, store, context.add_product, at_once)
-        received = ReceivedTensors(record.specs_in) if keep else None
+        received = ReceivedGradients(record.specs_in) if keep else None
         part = microbatch.record.sequence_slice
         place = 0 if part is None else part.index
         flight = InFlight(microbatch, record, queue, received, store, place)
@@ -163,13 +163,13 @@ class StageRunner:
     def _outputs_to_send(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
         specs = flight.record.specs_out
         if len(output) != len(specs):
-            self._refuse_payload(output, flight)
+            self._refuse_message(output, flight)
         # Without gradients a view of a weight requires one all the same, which never comes.
         trains = torch.is_grad_enabled()
         detached, edges = [], []
         for leaf, spec in zip(output, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                self._refuse_payload(output, flight)
+                self._refuse_message(output, flight)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
             detached.append(spec.match_stride(leaf.detach()))
@@ -354,7 +354,7 @@ class StageRunner:
         """Save attributes and buffers that steps write; return a function that restores them."""
         return self._context.writes.keep()
 
-    def _refuse_payload(self, leaves: list[Tensor], flight: InFlight) -> NoReturn:
+    def _refuse_message(self, leaves: list[Tensor], flight: InFlight) -> NoReturn:
         raise RuntimeError(
             f"{self._last_block_name} returned {[*map(TensorSpec.of, leaves)]} where "
             f"{flight.record.specs_out} was expected from the shapes of the batch; what a block "

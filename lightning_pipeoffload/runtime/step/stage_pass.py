@@ -221,10 +221,10 @@ class StagePass:
             output = self._check_result(result)
         except StageExit as leaving:
             leaving.__traceback__ = None  # its frames hold every activation
-            output = leaving.payload
+            output = leaving.to_send
         except (ValueNeededError, Exception) as error:
             if (earlier := _exit_before(error)) is not None:
-                output = earlier.payload
+                output = earlier.to_send
             elif isinstance(error, ValueNeededError):
                 raise ValueError(self._explain(error)) from None
             else:

@@ -69,7 +69,7 @@ class WeightGradQueue:
     """Weight gradients of one stage and microbatch, from its B to its W.
 
     Used as a context manager it gets the gradients of marked weights. It is in force around F too,
-    whose graph depends on it.
+    whose graph depends on it, unless the step runs backwards of its own, which have no W.
 
     Args:
         immediate: Whether to compute each gradient at once, for a fused backward.

@@ -371,7 +371,7 @@ def payloads(step, num_ranks=4):
     pipeline = InProcessPipeline(module, build("1f1b", num_ranks, 1), call_step, split="even")
     pipeline.run(torch.randn(2, 4).double(), 2)
     (record,) = pipeline.ranks[0].records.by_key.values()
-    return [len(record.payload_specs_before(cut)) for cut in range(2, DEPTH, 2)]
+    return [len(record.message_specs_before(cut)) for cut in range(2, DEPTH, 2)]
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     first, last = (rank.stages[index] for index, rank in enumerate(pipeline.ranks))
     (record,) = {id(m.record): m.record for m in pipeline.executors[0].microbatches}.values()
     assert record.calls.blocks == (*range(6), *range(6))
-    assert [spec.shape for spec in record.payload_specs_before(3)] == [(2, 4), (2, 4)]
+    assert [spec.shape for spec in record.message_specs_before(3)] == [(2, 4), (2, 4)]
     planned = pipeline.ranks[0].cut.segment_costs.sent[3]
     assert planned == 2 * 2 * 4 * batch.itemsize
     assert Counter(sent) == {(Kind.SEND_F, planned): 4, (Kind.SEND_B, planned): 4}
