@@ -162,13 +162,26 @@ def _plan_model(config: DictConfig) -> None:
             f"model ({config.model}) names no class; add model=gpt_tiny or "
             f"+model._target_=my_package.MyModule"
         )
-    others = {"costs_file": config.costs_file, "sweep": config.sweep, "compare": config.compare}
-    if config.device is None:
-        if config.strategy.schedule == "auto" or config.costs_file or config.sweep:
+    has_no_times = config.device is None
+    if has_no_times and (config.strategy.schedule == "auto" or config.costs_file or config.sweep):
+        raise ScheduleError(
+            "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
+            "seconds: add device=h100, or leave out model, and give what pipeoffload-rehearse "
+            "costs_file=FILE has measured of it"
+        )
+    if config.options:
+        raise ScheduleError(f"options ({config.options}) are for a plan by costs; leave them out")
+    if config.memory_limit is not None:
+        raise ScheduleError(
+            f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
+            f"take; set device_memory, as in device_memory=40GiB"
+        )
+    picture = _Picture(config, MEASURED)
+    if has_no_times:
+        if picture.file is not None:
             raise ScheduleError(
-                "schedule=auto, sweep and costs_file are for costs, and a model's shapes tell no "
-                "seconds: add device=h100, or leave out model, and give what pipeoffload-rehearse "
-                "costs_file=FILE has measured of it"
+                f"picture ({picture.file.path}) shows times, and a model's shapes tell none: add "
+                f"device=h100, or leave it out"
             )
         load_package()
         from lightning_pipeoffload.cli.model_plan import (  # noqa: PLC0415 - imports torch
@@ -177,17 +190,12 @@ def _plan_model(config: DictConfig) -> None:
 
         print_answer(estimate_model(config), config.format == "json")
         return
+    others = {"costs_file": config.costs_file, "sweep": config.sweep, "compare": config.compare}
     for name, value in others.items():
         if value:
             raise ScheduleError(
                 f"{name} ({value}) has no part in a plan for a device; leave it out"
             )
-    if config.memory_limit is not None:
-        raise ScheduleError(
-            f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
-            f"take; set device_memory, as in device_memory=40GiB"
-        )
-    picture = _Picture(config, MEASURED)
     load_package()
     from lightning_pipeoffload.cli.model_plan import (  # noqa: PLC0415 - imports torch
         plan_for_device,

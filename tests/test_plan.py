@@ -220,6 +220,11 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("schedule=auto num_ranks=[1,2]", r"num_ranks \(\[1, 2\]\) must be a whole number"),
         ("schedule=auto num_chunks=x", r"num_chunks \('x'\) must be a whole number"),
         ("schedule=auto memory_limit=abc", r"memory_limit \('abc'\) must be a number"),
+        ("schedule=optpipe memory_limit=4GiB", r"memory_limit \('4GiB'\) must be a number"),
+        ("schedule=optpipe offload=half", r"plans what it offloads by memory_limit; leave out"),
+        ("model=gpt_tiny picture=a.svg", r"picture \(a\.svg\) shows times, and a model's shapes"),
+        ("model=gpt_tiny memory_limit=4", r"memory_limit \(4\) follows from the device, less"),
+        ("model=gpt_tiny +options.depth=2", r"options \(.*\) are for a plan by costs"),
         ("schedule=po_h offload=half", "po_h has copies of its own"),
         ("compare=[1f1b,grouped] offload=half", r"offload \(half\) is for one schedule"),
         (

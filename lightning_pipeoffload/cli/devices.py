@@ -139,5 +139,6 @@ def matmul_kind(device: Device, precision: str, has_float16_sums: bool) -> str:
 
 def kind_of_precision(precision: str) -> str:
     """Return the kind of number in which a trainer's precision multiplies matrices."""
-    kinds = {"bf16": "bf16", "16": "fp16", "transformer-engine": "bf16", "64": "fp64"}
+    # "transformer-engine-float16" is of the same rate where there is one.
+    kinds = {"bf16": "bf16", "16": "fp16", "transformer": "bf16", "64": "fp64"}
     return kinds.get(precision.partition("-")[0], "fp32")

@@ -29,11 +29,7 @@ from lightning_pipeoffload.planning.figures import (
     bare_table,
     lines_by_reason,
 )
-from lightning_pipeoffload.planning.request import (
-    PlanLimits,
-    PlannedWork,
-    PlannerOptions,
-    make_plan_request,
+from lightning_pipeoffload.planning.plan_options import (
     options_of,
 )
 from lightning_pipeoffload.schedule import (
@@ -147,6 +143,8 @@ class GivenPlans:
 
     def __init__(self, config: DictConfig) -> None:
         self._config, self._limit = config, config.memory_limit
+        if not config.sweep:
+            check_limit(self._limit)
         _refuse_arguments_of_a_run(config)
         self.costs = _costs(config)
         self.has_default_copies = str(config.strategy.schedule) in ("auto", "optpipe") and not (
@@ -158,14 +156,21 @@ class GivenPlans:
         self._num_slices = config.get("num_sequence_slices", 1)
         check_positive_integers(num_sequence_slices=self._num_slices)
         self._has_barrier = has_barrier(config)
-        self._work = PlannedWork(
-            config.num_ranks,
-            lambda option: _costs_of(option, self.costs, config.num_ranks),
+        self._steps_early = not needs_all_gradients(config)
+
+    def _request(self, options: Sequence[PlanOption], offload: str | float) -> PlanRequest:
+        num_ranks = self._config.num_ranks
+        return PlanRequest(
+            num_ranks,
+            options,
+            lambda option: _costs_of(option, self.costs, num_ranks),
+            self._limit,
+            offload,
             has_barrier=lambda option: self._has_barrier,
-            steps_early=not needs_all_gradients(config),
+            steps_early=self._steps_early,
         )
 
-    def _request_for_all(self, offload: str | float, **how: Any) -> PlanRequest:
+    def _request_for_all(self, offload: str | float) -> PlanRequest:
         """Return the request for all families, for the sizes that are given."""
         config = self._config
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
@@ -177,9 +182,7 @@ class GivenPlans:
             config.num_chunks,
             num_sequence_slices=self._num_slices,
         )
-        return make_plan_request(
-            self._work, PlanLimits(self._limit), PlannerOptions(wanted, offload), **how
-        )
+        return self._request(wanted, offload)
 
     def plan(self) -> Answer:
         """Return the plan of ``strategy.schedule``."""
@@ -200,17 +203,23 @@ class GivenPlans:
         if self._config.options:
             options = self._config.options
             raise ScheduleError(f"options ({options}) are for one schedule; name that one")
-        check_limit(self._limit)
         with progress("Planning all schedules") as show:
-            plan = make_plan(self._request_for_all(self._config.strategy.offload, show=show))
+            request = self._request_for_all(self._config.strategy.offload)
+            plan = make_plan(replace(request, show=show))
         before = about_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
         return self._answer(plan, plan_figures(plan, with_candidates=True), before)
 
     def _plan_by_solver(self) -> PlannedStep:
         """Return a solver's plan; it starts from the best of all families."""
+        offload = self._config.strategy.offload
+        if offload not in ("none", "auto"):
+            raise ScheduleError(
+                f"schedule=optpipe plans what it offloads by memory_limit; leave out "
+                f"offload ({offload})"
+            )
         check_slices("optpipe", SCHEDULES["optpipe"], self._num_slices)
         with progress("Planning all schedules") as show:
-            best = make_plan(self._request_for_all("auto", show=show))
+            best = make_plan(replace(self._request_for_all("auto"), show=show))
         problem = PlanProblem(
             self._config.num_microbatches,
             best.schedule.placement,
@@ -238,9 +247,8 @@ class GivenPlans:
         option = PlanOption(
             name, num_chunks, sizes["num_microbatches"], num_sequence_slices=num_slices
         )
-        check_limit(self._limit)
-        fixed = PlannerOptions([option], amount, {name: recipe}, options)
-        return make_plan(make_plan_request(self._work, PlanLimits(self._limit), fixed))
+        how: Any = {"recipes": {name: recipe}, "builder_options": options}
+        return make_plan(replace(self._request([option], amount), **how))
 
     def _family(self, name: str) -> tuple[str, int, Recipe]:
         check_name(name)
@@ -261,7 +269,7 @@ class GivenPlans:
 
     def _to_planned_step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
-        plan = as_executed(schedule, costs, self._work.steps_early)
+        plan = as_executed(schedule, costs, self._steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self) -> Answer:
@@ -313,13 +321,16 @@ class GivenPlans:
                 raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
         limits = None if self._limit is None else _given_limits(self._limit)
         with progress("Planning all schedules under each limit") as show:
-            offload, how = config.strategy.offload, {"searches_always": True, "show": show}
-            sweep = _MemorySweep(self._request_for_all(offload, **how), limits)
+            request = self._request_for_all(config.strategy.offload)
+            # Each plan has its own limit.
+            how: Any = {"memory_limit": None, "searches_always": True, "show": show}
+            sweep = _MemorySweep(replace(request, **how), limits)
         barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
         sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
         title = f"{sizes}; step time over the memory limit{self.units.title_suffix}"
         lines = lines_by_reason((n, r) for n, r in sweep.reasons.items() if not sweep.plans[n])
-        return Answer(sweep.figures(), [sweep.table(title, self.units), *lines])
+        notes = [_DEFAULT_COPIES] * self.has_default_copies
+        return Answer(sweep.figures(), [*notes, sweep.table(title, self.units), *lines])
 
 
 class _MemorySweep:

@@ -18,9 +18,9 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.plan_output import print_json
-from lightning_pipeoffload.pictures import SMALL, new_figure, save_figure
+from lightning_pipeoffload.pictures import SMALL, new_figure, picture_path_error, save_figure
 from lightning_pipeoffload.planning.figures import bare_table
-from lightning_pipeoffload.schedule import share_text
+from lightning_pipeoffload.schedule import check_positive_integers, share_text
 from lightning_pipeoffload.texts.packing import Cost, Microbatches, check_packing, find_cost, pack
 
 if TYPE_CHECKING:
@@ -55,12 +55,10 @@ def report_balance(config: DictConfig) -> None:
     """
     if config.format not in ("text", "json"):
         raise ValueError(f"format ({config.format}) must be text or json")
-    counts = {name: config[name] for name in ("num_ranks", "samples_per_rank")}
-    if config.max_tokens is not None:
-        counts["max_tokens"] = config.max_tokens
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} ({count}) must be a whole number from 1 on")
+    counts = {name: config[name] for name in ("num_ranks", "samples_per_rank", "max_tokens")}
+    if config.max_tokens is None:
+        del counts["max_tokens"]
+    check_positive_integers(**counts)
     lengths = _lengths(config)
     max_tokens = config.max_tokens or max(lengths)
     sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
@@ -94,9 +92,14 @@ def sample_lengths(texts: int, mean: float, sigma: float, longest: int, seed: in
 
 def _lengths(config: DictConfig) -> list[int]:
     if config.lengths is None:
+        check_positive_integers(
+            **{f"drawn.{name}": config.drawn[name] for name in ("texts", "longest")}
+        )
         for name, value in config.drawn.items():
             if not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"drawn.{name} ({value}) must be a number from 0 on")
+        if not config.drawn.mean:
+            raise ValueError("drawn.mean (0) must be a number above 0")
         return sample_lengths(**config.drawn)
     try:
         words = Path(config.lengths).read_text(encoding="utf-8").split()
@@ -111,8 +114,10 @@ def _lengths(config: DictConfig) -> list[int]:
 
 
 def _write_picture(results: Sequence[Balance], path: Path) -> None:
-    if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
-        raise ValueError(f"picture ({path}) must be an .svg or a .png in a folder that is there")
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"picture ({path}) must be an .svg or a .png")
+    if reason := picture_path_error(path):
+        raise ValueError(f"picture ({path}) cannot be written: {reason}")
     drawn = [one for one in results if (one.communication, one.mode) in _DRAWN]
     save_figure(draw_balances(drawn), path)
 

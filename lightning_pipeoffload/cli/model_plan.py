@@ -273,6 +273,7 @@ def estimate_model(config: DictConfig) -> Answer:
                 f"num_sequence_slices ({planner.num_slices}) is for a device, whose times are "
                 f"known: add device=h100, or leave it at 1"
             )
+        planner.probe  # noqa: B018 - what a model cannot be made by is no reason of one plan
         limit = planner.memory
         estimates, refusals = _estimates(planner, config)
         if not estimates:

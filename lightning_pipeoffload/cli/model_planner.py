@@ -33,11 +33,7 @@ from lightning_pipeoffload.planning.memory_needs import (
     RankNeeds,
     StandInTraits,
 )
-from lightning_pipeoffload.planning.request import (
-    PlanLimits,
-    PlannedWork,
-    PlannerOptions,
-    make_plan_request,
+from lightning_pipeoffload.planning.plan_options import (
     options_of,
 )
 from lightning_pipeoffload.planning.run_plans import build_first_schedule
@@ -99,7 +95,7 @@ class Estimate:
 _COUNTING = {
     *("schedule", "blocks", "split", "offload", "recompute", "head_weight_grad", "sharding"),
     *("data_parallel_size", "optimizer_offload", "optimizer_sync", "master_weights"),
-    *("host_memory_limit", "rank_order"),
+    "rank_order",
 }
 _INSTEAD = {
     "memory_limit": "write device_memory, of which weights and messages take their part",
@@ -154,7 +150,9 @@ class ModelPlanner:
         check_positive_integers(**counts, **chunks)
         size = {"tensor_parallel_size": config.get("tensor_parallel_size", 1)}
         PipelineSettings(num_sequence_slices=self.num_slices, **size)  # which it may refuse
-        self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto", **size)
+        # A plan for a device prints what it needs of its host, whose memory is not limited.
+        limited = {"host_memory_limit"} if self.device is None else set()
+        self.settings = settings_of(config, _COUNTING | limited, _INSTEAD, schedule="auto", **size)
         self._has_barrier = has_barrier(config)
         self._is_clipped = needs_all_gradients(config)
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -361,11 +359,13 @@ class ModelPlanner:
         needs = self.rank_needs(plan.best.option, plan.schedule)
         if self.has_room(needs, plan.schedule):
             return plan, needs
-        limit, messages = request.memory_limit, max(rank.messages for rank in needs)
-        assert limit is not None
+        assert request.memory_limit is not None
+        limits, messages = request.memory_limit, max(rank.messages for rank in needs)
+        limits = limits if isinstance(limits, Sequence) else [limits]
         plans, error = [plan], None
         try:
-            plans.append(make_plan(replace(request, memory_limit=limit - messages)))
+            left = [limit - messages for limit in limits]
+            plans.append(make_plan(replace(request, memory_limit=left)))
         except MemoryLimitError as too_small:
             error = too_small
         # Others may have fewer messages.
@@ -391,7 +391,7 @@ class ModelPlanner:
         if request.must_fit:
             most = max(rank.device for rank in needs)
             sentence = "{limit} of a device is less than the {needed} that it needs with messages"
-            raise error or MemoryLimitError(sentence, limit, most)
+            raise error or MemoryLimitError(sentence, max(limits), most)
         return plans[-1], self.rank_needs(plans[-1].best.option, plans[-1].schedule)
 
     def has_room(self, needs: Sequence[RankNeeds], plan: Schedule) -> bool:
@@ -453,17 +453,22 @@ class ModelPlanner:
             of_ranks = self.memory_without_activations(option, num_ranks)
             return of_ranks if self.mixture else max(of_ranks)
 
-        work = PlannedWork(
-            num_ranks,
-            lambda option: self.costs_of(option, num_ranks),
-            memory_without_activations,
-            lambda option: self._has_barrier,
-            self.steps_early,
-        )
         names = [device.name for device in self.mixture]
-        machines = PlanLimits(self.memories if names else self.memory, must_fit, names=names)
-        fixed = PlannerOptions(wanted, self.settings.offload, recipes)
-        return make_plan_request(work, machines, fixed, show=self._show, **how)
+        return PlanRequest(
+            num_ranks,
+            wanted,
+            lambda option: self.costs_of(option, num_ranks),
+            self.memories if names else self.memory,
+            self.settings.offload,
+            memory_without_activations=memory_without_activations,
+            device_names=names,
+            has_barrier=lambda option: self._has_barrier,
+            steps_early=self.steps_early,
+            must_fit=must_fit,
+            show=self._show,
+            recipes=recipes,
+            **how,
+        )
 
     @property
     def steps_early(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,7 @@ from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
-from lightning_pipeoffload.planning.request import PlannedWork
-from lightning_pipeoffload.planning.run_plans import make_plan_with_advice, request_by_name
+from lightning_pipeoffload.planning.run_plans import make_plan_with_advice, request_for_run
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut import CutSettings, materialize_slot
 from lightning_pipeoffload.runtime.device import make_lanes
@@ -38,11 +38,13 @@ from lightning_pipeoffload.schedule import (
     COMPUTE_TIMES,
     COPIES,
     Costs,
+    PlanRequest,
     Schedule,
     ScheduleError,
     Timeline,
     bytes_text,
     copy_ratios,
+    device_indices,
     lower,
     seconds_text,
     share_text,
@@ -81,7 +83,7 @@ class RehearsalResult:
         planned_peak_bytes: The same by the plan.
         host_bytes: The most that was on the host.
         memory: The needs of the rank's device in all, by kind.
-        limit_bytes: The most memory of activations; None: no limit.
+        limit_bytes: The most memory of its activations; None: no limit.
     """
 
     schedule: str
@@ -174,6 +176,12 @@ def run_rank(config: DictConfig) -> None:
     num_ranks = config.num_ranks
     device = _device(config.device)
     settings = settings_of(config, _COUNTING, dict.fromkeys(_OF_REPLICAS, _NO_OPTIMIZER))
+    settings.check_world(num_ranks)
+    folder = Path(str(config.costs_file)).parent
+    if not folder.is_dir():
+        raise ScheduleError(
+            f"costs_file ({config.costs_file}) cannot be written: make the folder {folder} first"
+        )
     model = RehearsedModel(config)
     count = settings.choose_num_microbatches(num_ranks, model.batch_size)
     schedule = settings.make_schedule(num_ranks, count)
@@ -197,9 +205,13 @@ def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ScheduleError(f"device ({name}) is no device of this torch: {error}") from None
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if device.type not in ("cpu", there and there.type):
+        raise ScheduleError(f"device ({name}) is not there; leave it out, or use device=cpu")
+    return device
 
 
 def _run(
@@ -214,13 +226,13 @@ def _run(
     speed = measure_copy_speed(run.pipeline.device)
     measured = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, measured, speed, schedule.num_stages)
-    work = PlannedWork(schedule.num_ranks, lambda option: costs)
-    plan = lower(make_plan_with_advice(request_by_name(settings, work, count)).schedule)
+    request = PlanRequest(schedule.num_ranks, [settings.option(count)], lambda option: costs)
+    plan = lower(make_plan_with_advice(request_for_run(settings, request)).schedule)
     run.memory.reset_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)
     timeline = simulate(plan, costs)
-    ledger = run.memory.ledger
+    ledger, limits = run.memory.ledger, settings.device_limits(plan.num_ranks)
     needed = needs.needs_by_rank(plan)[rank]
     rehearsed = RehearsalResult(
         plan.name,
@@ -236,7 +248,7 @@ def _run(
         int(timeline.peak_memory[rank]),
         ledger.peak_host_bytes,
         {name: getattr(needed, name) for name in ON_DEVICE},
-        settings.limit_bytes,
+        None if limits is None else int(limits[device_indices(plan.placement)[rank]]),
     )
     return rehearsed, costs
 

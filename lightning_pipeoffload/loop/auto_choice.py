@@ -24,9 +24,9 @@ from lightning_pipeoffload.optimizers import estimate_state_bytes
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
+from lightning_pipeoffload.planning.plan_options import options_of
 from lightning_pipeoffload.planning.report import Progress, print_line
-from lightning_pipeoffload.planning.request import PlannedWork, options_of
-from lightning_pipeoffload.planning.run_plans import make_plan_on_all_ranks, make_run_request
+from lightning_pipeoffload.planning.run_plans import make_plan_on_all_ranks, request_for_run
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut import classify_blocks, digest_blocks, recompute_risk
 from lightning_pipeoffload.runtime.measure import (
@@ -448,13 +448,15 @@ class AutoChoice:
         wanted: Sequence[PlanOption],
         must_fit: bool = False,
     ) -> PlanRequest:
-        work = PlannedWork(
+        request = PlanRequest(
             self._group.num_ranks,
+            wanted,
             cut_costs.costs_of,
-            cut_costs.memory_without_activations,
+            memory_without_activations=cut_costs.memory_without_activations,
             has_barrier=partial(self._has_barrier, cut_costs),
+            show=self._progress.show,
         )
-        return make_run_request(settings, work, wanted, limits, must_fit, self._progress.show)
+        return request_for_run(settings, request, limits, must_fit)
 
     def _find_better_device_order(
         self, cut_costs: CutCosts, limits: MachineLimits, chosen: ScheduleChoice | None

@@ -27,13 +27,11 @@ from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandInTraits
 from lightning_pipeoffload.planning.report import print_outgrown_plan
-from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
     build_first_schedule,
     keeps_limits,
     make_plan_on_all_ranks,
-    make_run_request,
-    request_by_name,
+    request_for_run,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import (
@@ -49,6 +47,7 @@ from lightning_pipeoffload.schedule import (
     Kind,
     Plan,
     PlanOption,
+    PlanRequest,
     Schedule,
     ScheduleError,
     accumulates_in_same_order,
@@ -206,18 +205,22 @@ class Plans:
 
     def _plan_named_schedule(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
-        count = self.training.schedule.num_microbatches
-        request = request_by_name(self.settings, self._planned_work(costs), count, limits)
+        option = self.settings.option(self.training.schedule.num_microbatches)
+        request = self._request([option], costs, limits)
         self._use_plan(self.settings, make_plan_on_all_ranks(self._group, request), limits)
 
-    def _planned_work(self, costs: Costs) -> PlannedWork:
+    def _request(
+        self, options: Sequence[PlanOption], costs: Costs, limits: MachineLimits
+    ) -> PlanRequest:
         has_barrier = self.training.has_barrier
-        return PlannedWork(
+        request = PlanRequest(
             self._group.num_ranks,
+            options,
             lambda option: costs,
             has_barrier=lambda option: has_barrier(),
             steps_early=self.training.steps_early,
         )
+        return request_for_run(self.settings, request, limits)
 
     def _use_plan(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
@@ -318,9 +321,7 @@ class Plans:
         keeps_limit = keeps_limits(used, costs, self.settings, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
-        request = make_run_request(
-            self.settings, self._planned_work(costs), self._options(), limits
-        )
+        request = self._request(self._options(), costs, limits)
         try:
             plan = make_plan_on_all_ranks(self._group, request)
         except ScheduleError as error:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_formatter
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import print_gain
-from lightning_pipeoffload.planning.request import PlanLimits
 from lightning_pipeoffload.planning.run_plans import keeps_limits, rank_limits
 from lightning_pipeoffload.planning.training_plan import (
     CurrentPlan,
@@ -20,7 +19,6 @@ from lightning_pipeoffload.schedule import (
     MemoryLimitError,
     Schedule,
     ScheduleError,
-    device_indices,
 )
 from lightning_pipeoffload.schedule.solver import PlanProblem, PlanSolver, best_of_families
 
@@ -69,7 +67,7 @@ class SolverSearch:
             start = self._find_start_plan(problem)
         except MemoryLimitError as error:
             assert of_ranks is not None
-            refused = of_ranks.error_of_tightest_rank(error, costs, _name_rank(used, limits))
+            refused = of_ranks.error_of_tightest_rank(error, costs, limits.names)
             raise ScheduleError(refused.message(bytes_formatter(settings.memory_limit))) from None
         self._use_schedule(start, costs, limits)
         if not settings.solver_seconds:
@@ -143,8 +141,3 @@ class SolverSearch:
         if self._solver is not None:
             self._solver.close()
             self._solver = None
-
-
-def _name_rank(schedule: Schedule, limits: MachineLimits) -> Callable[[int], str]:
-    machines, places = PlanLimits(names=limits.names), device_indices(schedule.placement)
-    return lambda rank: f"rank {rank}, on {machines.name_of(places[rank])},"

@@ -14,12 +14,6 @@ from math import inf
 from typing import Any
 
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_formatter
-from lightning_pipeoffload.planning.request import (
-    PlanLimits,
-    PlannedWork,
-    PlannerOptions,
-    make_plan_request,
-)
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.schedule import (
@@ -31,7 +25,6 @@ from lightning_pipeoffload.schedule import (
     MemoryLimitError,
     OffloadReport,
     Plan,
-    PlanOption,
     PlanRequest,
     RankLimits,
     Schedule,
@@ -63,47 +56,35 @@ def build_first_schedule(
     return schedule, None
 
 
-def make_run_request(
+def request_for_run(
     settings: PipelineSettings,
-    work: PlannedWork,
-    options: Sequence[PlanOption],
+    request: PlanRequest,
     limits: MachineLimits = _NO_LIMITS,
     must_fit: bool = False,
-    show: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
-    """Return a run's request; costs are in seconds and bytes.
+    """Return the request of a run: what is planned, by its settings and the machines it is on.
 
     Where a single option is planned and the limit is the device's own, the plan that offloads the
     most is returned if none keeps that limit.
 
     Args:
         settings: The strategy's settings.
-        work: What is planned.
-        options: The options to choose among.
+        request: What is planned, by costs in seconds and bytes.
         limits: The memory that the machines have left.
         must_fit: Whether a single option is refused too; it is where ``memory_limit`` is given.
-        show: Called with what is being done.
     """
     own = limits.devices if settings.offload == "auto" else None
-    machines = PlanLimits(
-        settings.device_limits(work.num_ranks, own),
-        must_fit or settings.memory_limit is not None,
-        limits.describe_host_shortage,
-        bytes_formatter(settings.memory_limit),
-        limits.names,
+    return replace(
+        request,
+        memory_limit=settings.device_limits(request.num_ranks, own),
+        offload=settings.offload,
+        device_names=limits.names,
+        describe_host_shortage=limits.describe_host_shortage,
+        must_fit=must_fit or settings.memory_limit is not None,
+        omits_above=inf,
+        format_memory=bytes_formatter(settings.memory_limit),
+        recipes={**FAMILIES, **settings.user_recipe},
     )
-    fixed = PlannerOptions(options, settings.offload, {**FAMILIES, **settings.user_recipe})
-    return make_plan_request(work, machines, fixed, omits_above=inf, show=show)
-
-
-def request_by_name(
-    settings: PipelineSettings,
-    work: PlannedWork,
-    num_microbatches: int,
-    limits: MachineLimits = _NO_LIMITS,
-) -> PlanRequest:
-    """Return the request for the schedule that the settings name."""
-    return make_run_request(settings, work, [settings.option(num_microbatches)], limits)
 
 
 def make_plan_with_advice(request: PlanRequest) -> Plan:

@@ -328,12 +328,6 @@ class PipelineSettings:
         """The values of ``head_weight_grad`` to plan by under a memory limit; else the first."""
         return ("W", "B") if self.head_weight_grad == "auto" else (self.head_weight_grad,)
 
-    @property
-    def limit_bytes(self) -> int | None:
-        """The least memory limit of all devices; None: there is none."""
-        limits = parse_limits(self.memory_limit, "memory_limit", 1)
-        return None if limits is None else min(limits)
-
     def device_limits(
         self, num_ranks: int, devices: Sequence[float] | None = None
     ) -> Sequence[float] | None:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from operator import sub
 from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
@@ -36,7 +37,7 @@ from .passes.last_weights import postpone_weight_gradients
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import as_executed, split_every_backward, split_fused_backward
 from .rank_limits import RankLimits
-from .schedule import Schedule
+from .schedule import Schedule, device_indices
 from .search.problem import ROUNDING
 from .simulation.simulate import optimizer_step_seconds, period_bubble, simulate, steady_period
 from .solver.plan_problem import (
@@ -85,16 +86,17 @@ class PlanRequest:
         num_ranks: Ranks of the pipeline.
         options: The options to choose among; a single one is planned or refused with its own error.
         costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
-        memory_limit: The most memory of a rank, in the unit of the costs; None: any.
+        memory_limit: The most memory of a rank, in the unit of the costs, or of the device at each
+            place of the pipeline (:func:`.device_indices`); None: any.
         offload: "auto": as little as the memory limit requires; "none"; or a share of the
             activations, as in :func:`offload_activations`.
         memory_without_activations: Returns the memory of an option's weights, which is subtracted
             from the limit; or a sequence with what is subtracted on each rank, where ranks differ.
-        name_rank: Names a rank of an option, for refusals, where ranks differ.
+        device_names: The device at each place, for refusals; (): they are numbered.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
-        steps_early: Returns whether an option's optimizer steps on the host as gradients become
-            final. Then W's are postponed to overlap with these steps, as far as memory allows.
+        steps_early: Whether an optimizer on the host steps as gradients become final. Then W's are
+            postponed to overlap with these steps, as far as memory allows.
         describe_host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does
             not.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
@@ -113,12 +115,12 @@ class PlanRequest:
     num_ranks: int
     options: Sequence[PlanOption]
     costs_of: Callable[[PlanOption], Costs]
-    memory_limit: float | None = None
+    memory_limit: float | Sequence[float] | None = None
     offload: str | float = "auto"
     memory_without_activations: Callable[[PlanOption], float | Sequence[float]] = lambda option: 0.0
-    name_rank: Callable[[PlanOption, int], str] = lambda option, rank: f"rank {rank}"
+    device_names: Sequence[str] = ()
     has_barrier: Callable[[PlanOption], bool] = lambda option: False
-    steps_early: Callable[[PlanOption], bool] = lambda option: False
+    steps_early: bool = False
     describe_host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
@@ -129,6 +131,11 @@ class PlanRequest:
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        limits = self.memory_limit
+        if isinstance(limits, Sequence) and len({*limits}) == 1:
+            object.__setattr__(self, "memory_limit", limits[0])
+
     def placement_of(self, option: PlanOption) -> tuple[int, ...]:
         """Return the rank of every stage."""
         return self.recipes[option.schedule].placement(self.num_ranks, option.num_chunks)
@@ -137,10 +144,14 @@ class PlanRequest:
         """Return the most memory for an option's activations on each rank; None: any."""
         if self.memory_limit is None:
             return None
-        memory = self.memory_without_activations(option)
-        of_ranks = memory if isinstance(memory, Sequence) else [memory] * self.num_ranks
-        limits = (*(max(0.0, self.memory_limit - taken) for taken in of_ranks),)
-        return RankLimits(limits, self.placement_of(option))
+        placement, memory = self.placement_of(option), self.memory_without_activations(option)
+        limits = _by_rank(self.memory_limit, device_indices(placement))
+        left = map(sub, limits, _by_rank(memory, range(self.num_ranks)))
+        return RankLimits((*(max(0.0, each) for each in left),), placement)
+
+
+def _by_rank(value: float | Sequence[float], places: Sequence[int]) -> list[float]:
+    return [value[place] if isinstance(value, Sequence) else value for place in places]
 
 
 @dataclass(frozen=True)
@@ -433,7 +444,7 @@ class _Trials:
     def try_postponed_weight_grads(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
         planned = [c.option for c in self.candidates if c.fits and c.offload == "none"]
-        early = [option for option in planned if self._request.steps_early(option)]
+        early = planned if self._request.steps_early else []
         seconds = dict(
             zip(early, self._map_over_processes(self._period_without_step, early), strict=True)
         )
@@ -517,7 +528,7 @@ class _Trials:
     ) -> tuple[float, float, Sequence[float], float]:
         """Return period, bubble, ranks' memory and makespan of a schedule as it is executed."""
         costs = self.scaled_costs(option)
-        early = self._request.steps_early(option)
+        early = self._request.steps_early
         plan = as_executed(schedule, costs, early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
@@ -554,10 +565,10 @@ class _Trials:
         assert request.memory_limit is not None
         assert limits is not None
         memory = request.memory_without_activations(option)
-        if not isinstance(memory, Sequence):
+        if not isinstance(memory, Sequence) and not isinstance(request.memory_limit, Sequence):
             return needed + memory, request.memory_limit, ""
         rank = limits.tightest(self.actual_costs(option))
-        return needed, limits.limits[rank], request.name_rank(option, rank)
+        return needed, limits.limits[rank], limits.name_rank(rank, request.device_names)
 
     def is_worth_searching(self, option: PlanOption) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""

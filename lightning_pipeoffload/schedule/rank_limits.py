@@ -11,12 +11,13 @@ keeps its own, so builders, searches, copies and the solver know one limit only:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .actions import MemoryLimitError
 from .costs import Costs
+from .schedule import device_indices
 
 _SIZES = "activation", "weight_input", "weight_residue"
 _LEAST = 1e-12  # of the largest limit, for a rank that has nothing left
@@ -63,20 +64,21 @@ class RankLimits:
         return max(self.limits[rank] / largest, _LEAST) if largest else 1.0
 
     def error_of_tightest_rank(
-        self, error: MemoryLimitError, costs: Costs, name_rank: Callable[[int], str]
+        self, error: MemoryLimitError, costs: Costs, device_names: Sequence[str] = ()
     ) -> MemoryLimitError:
         """Return a refusal by counted sizes as one of the rank that has least in proportion.
 
         Args:
             error: The refusal.
             costs: As they are, not counted.
-            name_rank: Returns a rank's name for the message.
+            device_names: The device at each place of the pipeline; (): they are numbered.
         """
         if len({*self.limits}) == 1:
             return error
         sentence, _, needed = error.args
         rank = self.tightest(costs)
-        named = sentence.replace("{limit}", f"{{limit}} of {name_rank(rank)}", 1)
+        name = self.name_rank(rank, device_names)
+        named = sentence.replace("{limit}", f"{{limit}} of {name}", 1)
         return MemoryLimitError(named, self.limits[rank], self.actual_memory(rank, needed))
 
     def tightest(self, costs: Costs) -> int:
@@ -90,3 +92,9 @@ class RankLimits:
         for size, rank in zip(counted, self.placement, strict=True):
             taken[rank] += size
         return taken.index(max(taken))
+
+    def name_rank(self, rank: int, device_names: Sequence[str]) -> str:
+        """Return words for a rank and its device; without names a device has its number alone."""
+        place = device_indices(self.placement)[rank]
+        name = f" ({device_names[place]})" if device_names else ""
+        return f"rank {rank}, on device {place}{name},"

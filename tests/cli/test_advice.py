@@ -31,7 +31,7 @@ ADVICE = r"; use .*: a step takes (\d\.\d\d times as long as \w+ would|.*s)$"
 
 def needed(planner, config):
     settings = planner.settings_named(config.strategy.schedule)
-    return planner.estimate(settings, config.num_ranks).largest.device
+    return planner.estimate(settings, config.num_ranks).fullest_rank.device
 
 
 def fastest(planner, num_ranks):

@@ -59,6 +59,22 @@ def test_the_table_has_a_row_for_each_family_and_what_fits_nowhere(capsys):
     assert "po_h, po_f: no plan can be made: it copies, and offload is none\n" in printed
 
 
+def test_each_limit_of_a_sweep_is_that_of_every_rank(capsys):
+    """Not of one device each, as a run's list."""
+    found = []
+    for limits in ("[1,2,4]", "[2,4]"):
+        plan(composed("plan", *SWEEP, f"memory_limit={limits}", "offload=none", "format=json"))
+        families = json.loads(capsys.readouterr().out)["families"]
+        found.append({row["schedule"]: row["period"][-2:] for row in families})
+    assert found[0] == found[1]
+
+
+def test_a_sweep_says_how_long_copies_are_counted(capsys):
+    plan(composed("plan", *SMALL, "sweep=memory_limit", FEW, "offload=auto"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Copies of a stage out and back are counted as long as its F, B and W" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -46,12 +46,15 @@ def test_the_first_minibatch_is_drawn(run, tmp_path, ending):
     [
         ("lengths=nowhere", "lengths (nowhere) must be a file"),
         ("num_ranks=0", "num_ranks (0) must be a whole number from 1 on"),
-        ("samples_per_rank=x", "samples_per_rank (x) must be a whole number from 1 on"),
+        ("samples_per_rank=x", "samples_per_rank ('x') must be a whole number from 1 on"),
         ("drawn.sigma=x", "drawn.sigma (x) must be a number"),
         ("cost=3b", "cost='3b' must be one of"),
         ("max_tokens=10", "max_tokens=10 is the most of a microbatch"),
         ("format=xml", "format (xml) must be text or json"),
         ("picture=a.gif", "picture (a.gif) must be an .svg or a .png"),
+        ("picture=nowhere/a.svg", "cannot be written: make the folder nowhere first"),
+        ("drawn.texts=2.5", "drawn.texts (2.5) must be a whole number from 1 on"),
+        ("drawn.mean=0", "drawn.mean (0) must be a number above 0"),
         ("drawn.texts=3", "3 texts make no minibatch of 8 ranks"),
     ],
 )

@@ -72,12 +72,20 @@ def test_a_plan_is_made_with_what_was_measured(capsys, tmp_path):
         (["num_microbatches=3"], "cannot be cut into 3 equal microbatches"),
         (["device=nothing"], r"device \(nothing\) is no device"),
         (["strategy.memory_limit=1KiB"], "at least"),
+        (["strategy.memory_limit=[1GiB]"], r"memory_limit=\['1GiB'\] has 1 entries; write 2"),
+        (["device=meta"], r"device \(meta\) is not there; leave it out, or use device=cpu"),
+        (["costs_file=nowhere/a.json"], "cannot be written: make the folder nowhere first"),
         (["+strategy.sharding=optimizer"], r"strategy.sharding \(optimizer\) changes nothing here"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(capsys, overrides, message):
     with pytest.raises(ValueError, match=message):
         rehearsed(capsys, *overrides)
+
+
+def test_a_rank_keeps_the_limit_of_its_own_device(capsys):
+    found = rehearsed(capsys, "rank=0", "strategy.memory_limit=[1GiB,2GiB]")
+    assert found["limit_bytes"] == 2 << 30  # device 0 has the last stage
 
 
 def test_text_says_whether_it_fits(capsys):

@@ -14,19 +14,18 @@ from lightning_pipeoffload.planning.limits import (
     parse_bytes,
     reserve_memory,
 )
-from lightning_pipeoffload.planning.request import PlannedWork
 from lightning_pipeoffload.planning.run_plans import (
     build_first_schedule,
     make_plan_on_all_ranks,
     make_plan_with_advice,
-    make_run_request,
-    request_by_name,
+    request_for_run,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device import Device
 from lightning_pipeoffload.runtime.memory import HostBudget
 from lightning_pipeoffload.schedule import (
     Costs,
+    PlanRequest,
     ScheduleError,
     lower,
     options,
@@ -44,8 +43,8 @@ def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # no
 
 
 def by_costs(settings, num_ranks, count, costs, limits):
-    work = PlannedWork(num_ranks, lambda option: costs)
-    plan = make_plan_with_advice(request_by_name(settings, work, count, limits))
+    request = PlanRequest(num_ranks, [settings.option(count)], lambda option: costs)
+    plan = make_plan_with_advice(request_for_run(settings, request, limits))
     return plan.schedule, plan.report
 
 
@@ -292,8 +291,8 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
         return Costs(*seconds, 1e-4, kept, weight_residue=kept * 0.9, offload=4e-3, reload=4e-3)
 
     wanted = options([6], recompute=["none", "full"])
-    request = make_run_request(
-        PipelineSettings(memory_limit=limit), PlannedWork(3, costs_of), wanted
+    request = request_for_run(
+        PipelineSettings(memory_limit=limit), PlanRequest(3, wanted, costs_of)
     )
     if not has_plan:
         [alone], *others = [{*planned_by(count, request)} for count in (1, 2, 5)]
@@ -312,5 +311,6 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
 @pytest.mark.parametrize("limits", [{"offload": "full"}, {}])
 def test_a_plan_that_is_made_anew_keeps_its_slices(limits):
     settings = PipelineSettings(schedule="seq_zb", num_sequence_slices=3, **limits)
-    plan = make_plan_with_advice(request_by_name(settings, PlannedWork(4, lambda option: COSTS), 8))
+    request = PlanRequest(4, [settings.option(8)], lambda option: COSTS)
+    plan = make_plan_with_advice(request_for_run(settings, request))
     assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (3, 8)

@@ -246,7 +246,7 @@ def test_what_needs_least_memory_shows_that_others_need_not_be_built(monkeypatch
 @pytest.mark.parametrize("offload", ["none", 0.0])
 def test_where_nothing_is_offloaded_weight_gradients_are_postponed(offload):
     costs, wanted = Costs(1, 1, 1, step=4.0), [PlanOption("zb_h1", 1, 4)]
-    more = {"offload": offload, "steps_early": lambda option: True}
+    more = {"offload": offload, "steps_early": True}
     choice = planned(2, wanted, lambda option: costs, **more)
     assert [c.postponed for c in choice.candidates] == [0, 0, 1, 2]
 

@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeoffload.planning.request import (
-    PlanLimits,
-    PlannedWork,
-    PlannerOptions,
-    make_plan_request,
-    options_of,
-)
+from lightning_pipeoffload.planning.plan_options import options_of
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
+    PlanRequest,
     RankLimits,
     device_indices,
     make_plan,
@@ -28,11 +23,15 @@ FAST_FIRST = 90.0, 60.0, 30.0
 
 
 def request(memory, schedule="auto", num_ranks=3, **options):
-    work = PlannedWork(
-        num_ranks, lambda option: COSTS if option.num_chunks == 1 else halved(option)
+    return PlanRequest(
+        num_ranks,
+        options_of(schedule, [9], None),
+        lambda option: COSTS if option.num_chunks == 1 else halved(option),
+        memory,
+        device_names=NAMES,
+        omits_above=float("inf"),
+        **options,
     )
-    fixed = PlannerOptions(options_of(schedule, [9], None), **options)
-    return make_plan_request(work, PlanLimits(memory, names=NAMES), fixed, omits_above=float("inf"))
 
 
 def halved(option):
@@ -92,8 +91,8 @@ def test_what_the_solver_refuses_names_the_rank_with_its_own_numbers():
         best_of_families(
             PlanProblem(8, (0, 1, 2), limits.scale_to_common_limit(COSTS), limits.common_limit)
         )
-    error = limits.error_of_tightest_rank(refused.value, COSTS, "rank {}".format)
-    assert str(error).startswith("memory_limit (10) of rank 2 is less than any of ")
+    error = limits.error_of_tightest_rank(refused.value, COSTS)
+    assert str(error).startswith("memory_limit (10) of rank 2, on device 0, is less than any of ")
     assert str(error).endswith("use at least 17")
 
 

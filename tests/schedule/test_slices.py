@@ -261,7 +261,7 @@ def test_auto_chooses_among_families_with_slices_where_their_number_is_given_and
 def test_a_plan_with_slices_keeps_them_under_copies_and_postponed_weights():
     wanted = options([3], num_sequence_slices=4)
     costs = replace(UNEVEN_4, offload=0.3, reload=0.3, step=1.0)
-    for more in ({"memory_limit": 0.9}, {"steps_early": lambda option: True}, {"offload": "half"}):
+    for more in ({"memory_limit": 0.9}, {"steps_early": True}, {"offload": "half"}):
         plan = make_plan(PlanRequest(4, wanted, lambda option: costs, **more))
         assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (4, 3)
         validate(lower(plan.schedule))
