@@ -52,6 +52,7 @@ from lightning_pipeoffload.schedule import (
     Recipe,
     ScheduleError,
     check_positive_integers,
+    compute_seconds,
     score_bound_without_copies,
 )
 
@@ -330,12 +331,8 @@ class LayoutSearch:
             for size in self._sizes
             for num_ranks in range(1, num_devices // size + 1)
             if num_devices // size % num_ranks == 0
-        ]
-        layouts = [
-            layout
-            for layout in layouts
-            if config.num_ranks in ("auto", layout.num_ranks)
-            and replicas in ("auto", layout.num_replicas)
+            and config.num_ranks in ("auto", num_ranks)
+            and replicas in ("auto", num_devices // size // num_ranks)
         ]
         if layouts:
             return layouts
@@ -396,13 +393,6 @@ class LayoutSearch:
                 if len(self._recomputes) == 1 or recompute == "none":
                     raise
                 self._recomputes = tuple(r for r in self._recomputes if r != recompute)
-
-    def _settings_for_replicas(self, planner: ModelPlanner, num_replicas: int) -> PipelineSettings:
-        count = self._config.num_microbatches
-        sizes: Any = {"data_parallel_size": num_replicas}
-        if self._only is None:
-            sizes["num_microbatches"] = count // num_replicas
-        return replace(planner.settings, **sizes)
 
     def _plan_all(self, planners: Iterable[ModelPlanner], times: int) -> list[PlannedLayout]:
         """Return planned layouts: the simplest of the fastest, then the others by their speed.
@@ -512,27 +502,30 @@ class LayoutSearch:
             num_ranks, size, num_replicas = layout
             if size != planner.settings.tensor_parallel_size:
                 continue
-            if self._only is None and self._config.num_microbatches % num_replicas:
+            sizes: Any = {"data_parallel_size": num_replicas}
+            if self._only is None:
                 count = self._config.num_microbatches
-                self._leave_out(layout, f"the replicas cannot divide num_microbatches ({count})")
-                continue
-            settings = self._settings_for_replicas(planner, num_replicas)
+                if count % num_replicas:
+                    reason = f"the replicas cannot divide num_microbatches ({count})"
+                    self._leave_out(layout, reason)
+                    continue
+                sizes["num_microbatches"] = count // num_replicas
+            settings, memory = replace(planner.settings, **sizes), planner.memory
             option = PlanOption("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
-            in_layout, memory = planner.with_settings(settings), planner.memory
             assert memory is not None
-            *_, sharded = all_settings = [
-                replace(settings, sharding=sharding) for sharding in self._shardings(settings)
+            planners = [
+                planner.with_settings(replace(settings, sharding=sharding))
+                for sharding in self._shardings(settings)
             ]
+            in_layout = planners[-1]
             try:
-                in_layout = planner.with_settings(sharded)
                 least_bytes = in_layout.least_memory_without_activations(option, num_ranks)
                 if least_bytes > memory:
                     self._leave_out(layout, self._record_least_memory(layout, least_bytes))
                     continue
                 in_layout.needs_of(option, num_ranks)  # refuses more ranks than blocks
-                seconds = in_layout.costs_of(option, 1).seconds_by_kind(1).values()
-                work = sum(map(sum, seconds)) * option.num_microbatches / num_ranks
-                planners = [planner.with_settings(each) for each in all_settings]
+                [seconds] = compute_seconds(in_layout.costs_of(option, 1), 1)
+                work = seconds * option.num_microbatches / num_ranks
                 bounds = [
                     score_bound_without_copies(self._request(each, layout, _SHORTLY))
                     for each in planners

@@ -21,7 +21,7 @@ from lightning_pipeoffload.cli.plan_output import print_json
 from lightning_pipeoffload.pictures import SMALL, new_figure, picture_path_error, save_figure
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.schedule import check_positive_integers, share_text
-from lightning_pipeoffload.texts.packing import Cost, Microbatches, check_packing, find_cost, pack
+from lightning_pipeoffload.texts.packing import Cost, check_packing, find_cost, pack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,32 +168,27 @@ def compute_balances(
         )
     starts = range(0, len(lengths) - size + 1, size)
     minibatches = [lengths[start : start + size] for start in starts]
-    timings = {
-        mode: [_timed(texts, num_ranks, max_tokens, cost, mode) for texts in minibatches]
+    shares = {
+        mode: [pack(texts, num_ranks, max_tokens, cost, mode) for texts in minibatches]
         for mode in {mode for _, mode in WAYS}
     }
-    reference = _total(REFERENCE[0], timings[REFERENCE[1]])
-    return [_balance(communication, mode, timings[mode], reference) for communication, mode in WAYS]
-
-
-def _timed(texts: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost, mode: str) -> Timing:
-    shares = pack(texts, num_ranks, max_tokens, cost, mode)
-    return [_costs_of(share, texts, cost) for share in shares]
-
-
-def _costs_of(share: Microbatches, texts: Sequence[int], cost: Cost) -> list[float]:
-    return [sum(cost(texts[i]) for i in microbatch) for microbatch in share]
-
-
-def _balance(communication: str, mode: str, timings: list[Timing], reference: float) -> Balance:
-    time = _total(communication, timings)
-    work = sum(sum(map(sum, timing)) for timing in timings)
-    idle = 1 - work / (len(timings[0]) * time)
-    return Balance(communication, mode, time, max(0.0, idle), reference / time, timings[0])
-
-
-def _total(communication: str, timings: list[Timing]) -> float:
-    return sum(_minibatch_time(communication, timing) for timing in timings)
+    timings = {
+        mode: [
+            [[sum(cost(texts[i]) for i in each) for each in microbatches] for microbatches in ranks]
+            for ranks, texts in zip(packed, minibatches, strict=True)
+        ]
+        for mode, packed in shares.items()
+    }
+    times = {
+        (communication, mode): sum(_minibatch_time(communication, of) for of in timings[mode])
+        for communication, mode in WAYS
+    }
+    balances = []
+    for (communication, mode), time in times.items():
+        work = sum(sum(map(sum, timing)) for timing in timings[mode])
+        idle, speedup = max(0.0, 1 - work / (num_ranks * time)), times[REFERENCE] / time
+        balances.append(Balance(communication, mode, time, idle, speedup, timings[mode][0]))
+    return balances
 
 
 def _minibatch_time(communication: str, timing: Timing) -> float:

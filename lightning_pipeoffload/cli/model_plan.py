@@ -33,6 +33,7 @@ from lightning_pipeoffload.schedule import (
     as_executed,
     bytes_text,
     check_positive_integers,
+    compute_seconds,
     device_indices,
     make_plan,
     seconds_text,
@@ -240,7 +241,7 @@ def _about_devices(plan: Plan, planner: ModelPlanner) -> list[str]:
     if not planner.mixture:
         return []
     placement, costs = plan.schedule.placement, plan.costs
-    work = [*map(sum, zip(*costs.seconds_by_kind(len(placement)).values(), strict=True))]
+    work = compute_seconds(costs, len(placement))
     texts = []
     for rank, place in enumerate(device_indices(placement)):
         of_rank = sum(work[stage] for stage in plan.schedule.stages_of(rank))

@@ -54,7 +54,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     sharding_without_scatter,
 )
 from lightning_pipeoffload.runtime.users_code import find_slots
-from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.schedule import ScheduleError, compute_seconds
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -320,12 +320,7 @@ class ModelProbe:
         for recompute, needs in traces:
             num_parameters = [self._num_parameters[place] for place in places]
             if not flops:
-                work = [
-                    *map(
-                        sum,
-                        zip(*needs.costs.seconds_by_kind(len(needs.owned)).values(), strict=True),
-                    )
-                ]
+                work = compute_seconds(needs.costs, len(needs.owned))
                 left_out = sum(work[place] for place in places) - sum(work)
                 flops, count = self._flops_of_slice
                 self._flops_of_slice = flops + round(left_out * needs.flops_of_one), count

@@ -16,7 +16,13 @@ from lightning_pipeoffload.runtime.measure import (
     move_head_w_to_b,
 )
 from lightning_pipeoffload.runtime.run import Pipeline
-from lightning_pipeoffload.schedule import Costs, PlanOption, ScheduleError, device_indices
+from lightning_pipeoffload.schedule import (
+    Costs,
+    PlanOption,
+    ScheduleError,
+    compute_seconds,
+    device_indices,
+)
 
 ByRecompute = Mapping[tuple[str, int], tuple[Costs, ActionOverhead]]
 
@@ -135,9 +141,9 @@ class CutCosts:
         """Return the seconds for which the busiest rank computes a microbatch."""
         placement = option.placement(self._num_ranks)
         work = [0.0] * self._num_ranks
-        for times in self.costs_of(option).seconds_by_kind(len(placement)).values():
-            for seconds, rank in zip(times, placement, strict=True):
-                work[rank] += seconds
+        seconds = compute_seconds(self.costs_of(option), len(placement))
+        for of_stage, rank in zip(seconds, placement, strict=True):
+            work[rank] += of_stage
         return max(work)
 
     def costs_of(self, option: PlanOption) -> Costs:

@@ -107,11 +107,6 @@ class PlannedStep:
         """The idle share of the ranks' time in a period."""
         return period_bubble(self.timeline, self.period)
 
-    @property
-    def peak_memory(self) -> float:
-        """The most that a rank keeps."""
-        return max(self.timeline.peak_memory)
-
 
 class _HeadedTable(Table):
     """A table below a line of text; as a title rich would wrap it to the width of the table."""

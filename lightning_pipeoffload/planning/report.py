@@ -26,6 +26,7 @@ from lightning_pipeoffload.schedule import (
     Plan,
     Schedule,
     bytes_text,
+    compute_seconds,
     copy_ratios,
     hideable_copy_share,
     seconds_text,
@@ -53,9 +54,7 @@ def predict_figures(
     costs = measured or pipeline.cut.costs
     step = PlannedStep(plan, costs, has_barrier)
     timeline = step.timeline
-    work = [
-        sum(kinds) for kinds in zip(*costs.seconds_by_kind(plan.num_stages).values(), strict=True)
-    ]
+    work = compute_seconds(costs, plan.num_stages)
     total = sum(work) or 1.0
     return {
         "schedule": plan.name,

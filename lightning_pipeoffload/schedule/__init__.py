@@ -28,6 +28,7 @@ from .candidates import RECOMPUTATIONS, Candidate, PlanOption, best_candidate, o
 from .costs import (
     COMPUTE_TIMES,
     Costs,
+    compute_seconds,
     copy_ratios,
     estimated_copy_ratio,
     hideable_copy_share,

@@ -208,14 +208,19 @@ def with_copy_ratio(costs: Costs, ratio: float) -> Costs:
     """
     seconds = costs.forward, costs.backward_input, costs.backward_weight
     num_stages = max((len(values) for values in seconds if isinstance(values, tuple)), default=1)
-    copies = [ratio / 2 * compute for compute in _compute(costs, num_stages)]
+    copies = [ratio / 2 * compute for compute in compute_seconds(costs, num_stages)]
     one_way = copies if num_stages > 1 else copies[0]
     return replace(costs, offload=one_way, reload=one_way)
 
 
+def compute_seconds(costs: Costs, num_stages: int) -> list[float]:
+    """Return the seconds of F, B and W of each stage for a microbatch."""
+    return [*map(sum, zip(*costs.seconds_by_kind(num_stages).values(), strict=True))]
+
+
 def copy_ratios(costs: Costs, num_stages: int) -> tuple[float, ...]:
     """Return k of every stage: infinite where copies take time and computing none."""
-    stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
+    stages = zip(_copies(costs, num_stages), compute_seconds(costs, num_stages), strict=True)
     return tuple(_ratio(sum(copies), compute) for copies, compute in stages)
 
 
@@ -224,7 +229,7 @@ def hideable_copy_share(costs: Costs, num_stages: int) -> float:
 
     It considers only the time of copies; an activation must also be unused for long enough.
     """
-    stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
+    stages = zip(_copies(costs, num_stages), compute_seconds(costs, num_stages), strict=True)
     return min(1 / max(1.0, _ratio(_busy(costs, *copies), compute)) for copies, compute in stages)
 
 
@@ -236,12 +241,6 @@ def _busy(costs: Costs, offload: float, reload: float) -> float:
 def _copies(costs: Costs, num_stages: int) -> list[tuple[float, float]]:
     names = ("offload", "reload")
     return list(zip(*(costs.per_stage(name, num_stages) for name in names), strict=True))
-
-
-def _compute(costs: Costs, num_stages: int) -> list[float]:
-    return [
-        sum(seconds) for seconds in zip(*costs.seconds_by_kind(num_stages).values(), strict=True)
-    ]
 
 
 def _ratio(copies: float, compute: float) -> float:

@@ -50,6 +50,7 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     Slices,
+    compute_seconds,
     device_indices,
     lower,
     serialize_microbatches,
@@ -386,7 +387,7 @@ class BlockMeasurement:
         """
         num_stages, num_blocks = len(self._reference_cut.stage_ranks), len(self._classes)
         blocks, _ = costs_of_blocks(self._sampled, samples, stages, num_stages)
-        work = [*map(sum, zip(*blocks.seconds_by_kind(num_blocks).values(), strict=True))]
+        work = compute_seconds(blocks, num_blocks)
         keys = zip(self._classes, self._sampled.ranks, strict=True)
         places = device_indices(self._first_cut.stage_ranks)
         expected = [devices.slowness[place] for place in places]
