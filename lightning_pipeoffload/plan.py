@@ -173,8 +173,8 @@ def _plan_model(config: DictConfig) -> None:
         raise ScheduleError(f"options ({config.options}) are for a plan by costs; leave them out")
     if config.memory_limit is not None:
         raise ScheduleError(
-            f"memory_limit ({config.memory_limit}) follows from the device, less what weights "
-            f"take; set device_memory, as in device_memory=40GiB"
+            f"memory_limit ({config.memory_limit}) is for a plan by costs; set device_memory, of "
+            f"which weights take their part, as in device_memory=40GiB"
         )
     picture = _Picture(config, MEASURED)
     if has_no_times:

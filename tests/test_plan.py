@@ -223,7 +223,10 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("schedule=optpipe memory_limit=4GiB", r"memory_limit \('4GiB'\) must be a number"),
         ("schedule=optpipe offload=half", r"plans what it offloads by memory_limit; leave out"),
         ("model=gpt_tiny picture=a.svg", r"picture \(a\.svg\) shows times, and a model's shapes"),
-        ("model=gpt_tiny memory_limit=4", r"memory_limit \(4\) follows from the device, less"),
+        (
+            "model=gpt_tiny memory_limit=4",
+            r"memory_limit \(4\) is for a plan by costs; set device_memory",
+        ),
         ("model=gpt_tiny +options.depth=2", r"options \(.*\) are for a plan by costs"),
         ("schedule=po_h offload=half", "po_h has copies of its own"),
         ("compare=[1f1b,grouped] offload=half", r"offload \(half\) is for one schedule"),
@@ -271,6 +274,8 @@ def test_a_schedule_is_read_from_a_file(figures, tmp_path):
     assert (found["schedule"], found["num_ranks"], found["makespan"]) == ("mine", 3, 22)
     with pytest.raises(ScheduleError, match="less than the 3 that mine needs on rank 0"):
         figures(f"strategy.schedule={path}", "memory_limit=2")
+    build("1f1b", 5, 6).to_csv(path)  # more ranks than num_ranks
+    assert figures(f"strategy.schedule={path}", "memory_limit=5")["num_ranks"] == 5
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])

@@ -29,9 +29,7 @@ from lightning_pipeoffload.planning.figures import (
     bare_table,
     lines_by_reason,
 )
-from lightning_pipeoffload.planning.plan_options import (
-    options_of,
-)
+from lightning_pipeoffload.planning.plan_options import options_of
 from lightning_pipeoffload.schedule import (
     FAMILIES,
     SCHEDULES,
@@ -322,9 +320,7 @@ class GivenPlans:
         limits = None if self._limit is None else _given_limits(self._limit)
         with progress("Planning all schedules under each limit") as show:
             request = self._request_for_all(config.strategy.offload)
-            # Each plan has its own limit.
-            how: Any = {"memory_limit": None, "searches_always": True, "show": show}
-            sweep = _MemorySweep(replace(request, **how), limits)
+            sweep = _MemorySweep(replace(request, searches_always=True, show=show), limits)
         barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
         sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
         title = f"{sizes}; step time over the memory limit{self.units.title_suffix}"

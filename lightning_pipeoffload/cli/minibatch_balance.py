@@ -20,7 +20,7 @@ from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.plan_output import print_json
 from lightning_pipeoffload.pictures import SMALL, new_figure, picture_path_error, save_figure
 from lightning_pipeoffload.planning.figures import bare_table
-from lightning_pipeoffload.schedule import check_positive_integers, share_text
+from lightning_pipeoffload.schedule import share_text
 from lightning_pipeoffload.texts.packing import Cost, check_packing, find_cost, pack
 
 if TYPE_CHECKING:
@@ -55,10 +55,14 @@ def report_balance(config: DictConfig) -> None:
     """
     if config.format not in ("text", "json"):
         raise ValueError(f"format ({config.format}) must be text or json")
-    counts = {name: config[name] for name in ("num_ranks", "samples_per_rank", "max_tokens")}
-    if config.max_tokens is None:
-        del counts["max_tokens"]
-    check_positive_integers(**counts)
+    counts = {name: config[name] for name in ("num_ranks", "samples_per_rank")}
+    if config.max_tokens is not None:
+        counts["max_tokens"] = config.max_tokens
+    if config.lengths is None:
+        counts |= {f"drawn.{name}": config.drawn[name] for name in ("texts", "longest")}
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} ({count}) must be a whole number from 1 on")
     lengths = _lengths(config)
     max_tokens = config.max_tokens or max(lengths)
     sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
@@ -92,9 +96,6 @@ def sample_lengths(texts: int, mean: float, sigma: float, longest: int, seed: in
 
 def _lengths(config: DictConfig) -> list[int]:
     if config.lengths is None:
-        check_positive_integers(
-            **{f"drawn.{name}": config.drawn[name] for name in ("texts", "longest")}
-        )
         for name, value in config.drawn.items():
             if not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"drawn.{name} ({value}) must be a number from 0 on")

@@ -33,9 +33,7 @@ from lightning_pipeoffload.planning.memory_needs import (
     RankNeeds,
     StandInTraits,
 )
-from lightning_pipeoffload.planning.plan_options import (
-    options_of,
-)
+from lightning_pipeoffload.planning.plan_options import options_of
 from lightning_pipeoffload.planning.run_plans import build_first_schedule
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device import Device as KnownDevice

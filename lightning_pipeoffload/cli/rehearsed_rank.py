@@ -186,7 +186,7 @@ def run_rank(config: DictConfig) -> None:
     count = settings.choose_num_microbatches(num_ranks, model.batch_size)
     schedule = settings.make_schedule(num_ranks, count)
     pipeline = model.make(schedule, settings, config.rank, device)
-    host = settings.host_budget(num_local_ranks=1)
+    host = settings.host_budget(1, num_ranks, device_indices(schedule.placement)[config.rank])
     run = Rehearsal(pipeline, ActivationMemory.for_device(device, host), model.cut)
     try:
         with model.stepping():

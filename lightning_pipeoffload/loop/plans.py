@@ -232,7 +232,7 @@ class Plans:
         self._measurements.reset_for_new_plan(current.costs.copy_lanes)
 
     def update_plan(self, is_first: bool) -> bool:
-        """Change the plan if there is reason to; called between two batches by all ranks.
+        """Change the plan if there is reason to; all ranks call it before the actions of a batch.
 
         Args:
             is_first: Whether gradients start to add up anew.

@@ -69,7 +69,8 @@ def request_for_run(
 
     Args:
         settings: The strategy's settings.
-        request: What is planned, by costs in seconds and bytes.
+        request: What is planned, by costs in seconds and bytes; its limits, offload, recipes and
+            messages are replaced by those of the settings and machines.
         limits: The memory that the machines have left.
         must_fit: Whether a single option is refused too; it is where ``memory_limit`` is given.
     """

@@ -161,7 +161,7 @@ class TrainingPlan:
         return serialize_microbatches(self.schedule) if self.is_cold else self.schedule
 
     def replace(self, current: CurrentPlan) -> None:
-        """Use another plan from the next batch on; every rank does so before the same batch."""
+        """Use another plan from now on; every rank calls it before the first action of a batch."""
         self.current = current
 
     def prepare_for_batch(

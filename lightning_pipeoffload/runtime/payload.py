@@ -1,4 +1,4 @@
-"""What a message between two stages is made of: specs of blocks' outputs, and their gradients.
+"""What describes a message between two stages: specs of blocks' outputs, and their gradients.
 
 Carried values follow the outputs: :meth:`.record.StepRecord.message_specs_before`.
 """

@@ -145,8 +145,8 @@ class PlanRequest:
         if self.memory_limit is None:
             return None
         placement, memory = self.placement_of(option), self.memory_without_activations(option)
-        limits = _by_rank(self.memory_limit, device_indices(placement))
-        left = map(sub, limits, _by_rank(memory, range(self.num_ranks)))
+        places = device_indices(placement)  # a schedule from a file has ranks of its own
+        left = map(sub, _by_rank(self.memory_limit, places), _by_rank(memory, range(len(places))))
         return RankLimits((*(max(0.0, each) for each in left),), placement)
 
 

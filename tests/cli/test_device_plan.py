@@ -200,9 +200,10 @@ def test_what_is_copied_is_told(capsys, width, offload, offloaded):
         (["device=b9"], r"device \(b9\) is unknown; use one of 3060, 3090, 4090, a100, h100, h200"),
         (["efficiency=0"], r"efficiency \(0\) must be a share above 0"),
         (["efficiency=nan"], r"efficiency \(nan\) must be a share"),
-        (["memory_limit=3"], r"memory_limit \(3\) follows from the device"),
+        (["memory_limit=3"], r"memory_limit \(3\) is for a plan by costs"),
         (["sweep=memory_limit"], r"sweep \(memory_limit\) has no part in a plan for a device"),
         (["schedule=optpipe"], r"schedule \(optpipe\) cannot be planned for a device"),
+        (["+strategy.host_memory_limit=1GiB"], r"host_memory_limit \(1GiB\) changes nothing here"),
         (["num_ranks=1.5"], r"num_ranks \(1\.5\) must be a whole number"),
         (["devices_per_machine=0"], r"devices_per_machine \(0\) must be a whole number from 1 on"),
         (["num_chunks=3", "schedule=zb_v"], r"zb_v does not accept num_chunks \(3\)"),
@@ -267,6 +268,7 @@ def test_a_step_that_does_not_run_is_refused_with_its_error():
 
 def test_a_precision_has_its_rate():
     kinds = {"32-true": "fp32", "bf16-true": "bf16", "16-mixed": "fp16", "64-true": "fp64"}
+    kinds["transformer-engine"] = "bf16"
     assert {name: kind_of_precision(name) for name in kinds} == kinds
     assert all({*kinds.values(), FP16_SUMS} == {*device.flops} for device in DEVICES.values())
 

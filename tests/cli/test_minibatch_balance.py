@@ -46,7 +46,7 @@ def test_the_first_minibatch_is_drawn(run, tmp_path, ending):
     [
         ("lengths=nowhere", "lengths (nowhere) must be a file"),
         ("num_ranks=0", "num_ranks (0) must be a whole number from 1 on"),
-        ("samples_per_rank=x", "samples_per_rank ('x') must be a whole number from 1 on"),
+        ("samples_per_rank=x", "samples_per_rank (x) must be a whole number from 1 on"),
         ("drawn.sigma=x", "drawn.sigma (x) must be a number"),
         ("cost=3b", "cost='3b' must be one of"),
         ("max_tokens=10", "max_tokens=10 is the most of a microbatch"),

@@ -187,6 +187,20 @@ def test_a_module_is_made_once_for_all_plans(capsys, monkeypatch):
     assert len(made) == 2  # first to see whether it is made in parts
 
 
+def test_a_module_that_cannot_be_made_is_tried_once_for_all_plans(monkeypatch):
+    tried = []
+
+    def configure_model(module):
+        tried.append(module)
+        raise ValueError("no such file")
+
+    monkeypatch.setattr(LateGPT, "configure_model", configure_model)
+    late = f"+model._target_={__name__}.LateGPT", "+model.width=8", "num_ranks=[2,4]"
+    with pytest.raises(ValueError, match=r"^(?!zb_h1).*no such file"):
+        plan(composed("plan", *late, *SMALL[4:6], *SMALL[7:], "compare=[zb_h1,zb_v]"))
+    assert len(tried) == 1
+
+
 @pytest.mark.slow
 def test_what_no_change_makes_fit_is_refused(capsys):
     with pytest.raises(ScheduleError, match="use a smaller model, batch or data type"):

@@ -86,6 +86,9 @@ def test_what_cannot_be_rehearsed_is_refused(capsys, overrides, message):
 def test_a_rank_keeps_the_limit_of_its_own_device(capsys):
     found = rehearsed(capsys, "rank=0", "strategy.memory_limit=[1GiB,2GiB]")
     assert found["limit_bytes"] == 2 << 30  # device 0 has the last stage
+    hosts = "+strategy.host_memory_limit=[1KiB,1GiB]"
+    half = "schedule=po_f", "num_chunks=2", hosts
+    assert rehearsed(capsys, "rank=0", *half)["host_bytes"] > 1 << 10
 
 
 def test_text_says_whether_it_fits(capsys):

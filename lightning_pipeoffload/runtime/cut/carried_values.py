@@ -213,7 +213,7 @@ class CarriedValues(FunctionCounter):
         return self._replace_carried(call, self._wanted[place], result) if is_it else result
 
     def leave_block(self, call: int, output: Any) -> Any:
-        """Record the output of a block's call and start the next segment."""
+        """Record the output of a block's call, and count anew after it."""
         self.start(call + 1)
         if self.counts:
             for leaf in output_tensors(output):

@@ -105,9 +105,9 @@ def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -
         yield "the step calls blocks several times"
     if record.backwards.are_any:
         yield "the step starts a backward of its own"
-    for crossing in record.carried_values:
-        line = in_brackets(crossing.line)
-        yield f"it uses what was computed from {_origins(crossing.origins)} after blocks{line}"
+    for carried in record.carried_values:
+        line = in_brackets(carried.line)
+        yield f"it uses what was computed from {_origins(carried.origins)} after blocks{line}"
     for write in record.writes.attributes:
         if write.is_users and write.point.is_in_block:
             name = chain.block_name(write.point.segment)
@@ -287,25 +287,25 @@ class _StepChecks:
                 )
 
     def _carried_values(self) -> Iterator[str]:
-        for crossing in self._record.carried_values:
-            source, used = self._stage_of[crossing.made_in], self._stage_of[crossing.used_in]
-            obstacle = self._obstacle(crossing)
+        for carried in self._record.carried_values:
+            source, used = self._stage_of[carried.made_in], self._stage_of[carried.used_in]
+            obstacle = self._obstacle(carried)
             if source != used and obstacle:
                 yield (
                     f"stage {used} ({self._describe_stage(used)}) needs what stage {source} "
                     f"({self._describe_stage(source)}) has computed from "
-                    f"{_origins(crossing.origins)}{in_brackets(crossing.line)}, {obstacle}"
+                    f"{_origins(carried.origins)}{in_brackets(carried.line)}, {obstacle}"
                 )
 
-    def _obstacle(self, crossing: CarriedValue) -> str:
+    def _obstacle(self, carried: CarriedValue) -> str:
         """Return why a value cannot be sent, and a remedy; "" if it can be sent."""
-        blocks = [self._chain.enclosing_block(origin) for origin in crossing.origins]
-        if any(block is not None and block > crossing.made_in for block in blocks):
+        blocks = [self._chain.enclosing_block(origin) for origin in carried.origins]
+        if any(block is not None and block > carried.made_in for block in blocks):
             return (
                 "but that stage does not have all of these weights; compute a penalty on weights "
                 "after the blocks, or use the optimizer's weight_decay"
             )
-        if crossing.port is None:
+        if carried.port is None:
             return (
                 "but no torch function returned it, so it cannot be traced; let the block return "
                 "it with its output, or compute it with torch's functions"

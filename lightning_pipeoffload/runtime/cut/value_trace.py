@@ -242,7 +242,7 @@ class ValueTrace(FunctionCounter):
             return map_in_place(alias, arguments)
 
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
-        """Return aliases of a block's output, for the step, and start the next segment."""
+        """Return aliases of a block's output, for the step, and count anew after it."""
         name = self._chain.block_name(index)
         origin = f"the output of {name}"
         backwards, following = ref(self._record.backwards), self.num_calls + 1

@@ -31,13 +31,13 @@ def split_into_microbatches(
 
 
 def build_microbatches(
-    pipeline: Pipeline, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
+    pipeline: Pipeline, parts: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
     """Make microbatches of a batch's parts, and trace the step for those with new shapes.
 
     Args:
         pipeline: The module, which is cut at the first batch.
-        cut: The parts.
+        parts: The parts.
         batch: The batch: any pytree.
         step: The user's step.
         kind: The kind of the step, such as "training_step".
@@ -47,28 +47,30 @@ def build_microbatches(
         ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
     """
     pipeline.retrace_if_frozen()
-    seeds = mix_seeds((seed,), range(len(cut.parts)))
+    seeds = mix_seeds((seed,), range(len(parts.parts)))
     records: list[StepRecord] = []
     of_alike: StepRecord | None = None  # of all parts that have as many samples as the first
-    for part, num_samples, own_seed in zip(cut.parts, cut.sizes, seeds, strict=True):
-        if of_alike is not None and num_samples == cut.sizes[0]:
+    for part, num_samples, own_seed in zip(parts.parts, parts.sizes, seeds, strict=True):
+        if of_alike is not None and num_samples == parts.sizes[0]:
             records.append(of_alike)
             continue
         records.append(pipeline.find_record_and_cut(kind, part, step, own_seed))
         # Parts of one size have the same shapes; what depends on values differs.
-        if cut.are_alike and len(records) == 1 and records[0].holds_for_any_values:
+        if parts.are_alike and len(records) == 1 and records[0].holds_for_any_values:
             of_alike = records[0]
     num_slices = pipeline.num_slices_for(records)
     microbatches: list[Microbatch] = []
-    for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
+    for index, (part, record) in enumerate(zip(parts.parts, records, strict=True)):
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.writes.changes_batch:
-            batch_of_part = copy_shared_tensors(part, batch) if index < len(cut.parts) - 1 else part
+            batch_of_part = (
+                copy_shared_tensors(part, batch) if index < len(parts.parts) - 1 else part
+            )
             run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * num_slices)
         microbatches.append(
             Microbatch(
                 part,
-                cut.sizes[index],
+                parts.sizes[index],
                 run,
                 record,
                 pipeline.device,

@@ -366,7 +366,7 @@ def test_an_encoders_output_in_every_block_of_a_decoder(num_ranks, blocks):
 # What is sent
 
 
-def payloads(step, num_ranks=4):
+def message_sizes(step, num_ranks=4):
     module = module_of(step)
     pipeline = InProcessPipeline(module, build("1f1b", num_ranks, 1), call_step, split="even")
     pipeline.run(torch.randn(2, 4).double(), 2)
@@ -379,12 +379,12 @@ def payloads(step, num_ranks=4):
     [
         (x0_skip, [2, 2, 2]),
         (residual_around_each_block, [2, 2, 2]),
-        (unet_skips, [2, 4, 3]),  # the last output is the payload itself
+        (unet_skips, [2, 4, 3]),  # the last output is sent anyway
         (auxiliary_losses, [2, 4, 6]),
     ],
 )
 def test_only_what_later_stages_need_is_sent(step, expected):
-    assert payloads(step) == expected
+    assert message_sizes(step) == expected
 
 
 def another_way(m, x):
