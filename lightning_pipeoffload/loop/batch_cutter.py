@@ -216,6 +216,7 @@ class BatchCutter:
         size = of_first // self._plans.choose(inputs, of_first, is_packed, cut)
         if size < total and self._pipeline.group.is_global_zero:
             self._loss_weights.warn_of_ignored_labels(inputs.batch)
+            self._loss_weights.warn_of_columns(inputs.batch, self._training_sizes)
         return size
 
     def _smallest_size(self, inputs: StepInputs, total: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from math import isclose
@@ -36,6 +36,17 @@ _PAIRS = (
     "the loss compares each sample with the others of its microbatch{}, of {} samples, where one "
     'device compares all of a batch; num_microbatches=1 with schedule="1f1b" does too, without '
     "overlap, and larger microbatches, or negatives that the batch holds for each sample, come near"
+)
+_REORDERED = (
+    "the step puts the samples of a microbatch in another order{}, of {} samples, where one device "
+    "does so with all of a batch (mixup, negatives from other rows); num_microbatches=1 with "
+    'schedule="1f1b" does too, without overlap; larger microbatches, or partners that the batch '
+    "holds for each sample, come near"
+)
+_COLUMNS = (
+    "each tensor of the batch has {} columns, as many as the loader has samples in a batch, and {} "
+    "rows, along which it is cut: if samples are along dimension 1, give the strategy "
+    "make_microbatches=lambda batch, n: [*zip(*(t.chunk(n, 1) for t in batch))]"
 )
 _SUM = (
     "the loss is a sum over the samples of a microbatch{}, and the batch's loss is the mean of its "
@@ -113,6 +124,15 @@ class MicrobatchWeights:
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_LABELS_LEFT_OUT)
 
+    def warn_of_columns(self, batch: Any, sizes: Container[int]) -> None:
+        """Warn where samples may be columns of a batch, by the batch sizes of its loaders."""
+        shapes = [leaf.shape for leaf in batch_leaves(batch) if isinstance(leaf, Tensor)]
+        have_columns = bool(shapes) and all(
+            len(shape) > 1 and shape[1] in sizes and shape[0] not in sizes for shape in shapes
+        )
+        if have_columns:
+            log.warning(_COLUMNS.format(shapes[0][1], shapes[0][0]))
+
     def warn_of_batch_dependence(
         self, microbatches: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
     ) -> None:
@@ -139,6 +159,9 @@ class MicrobatchWeights:
         pairs = first.lines_with_pairs(sizes[0]) & more.lines_with_pairs(num_larger)
         if pairs:
             log.warning(_PAIRS.format(in_brackets(min(pairs)), sizes[0]))
+        reordering = first.lines_that_reorder(sizes[0]) & more.lines_that_reorder(num_larger)
+        if reordering:
+            log.warning(_REORDERED.format(in_brackets(min(reordering)), sizes[0]))
         kept = first.kept_rows(sizes[0]) & more.kept_rows(num_larger)
         if kept:
             label, line = min(kept)
@@ -167,7 +190,8 @@ def _find_sums_and_counts(terms: Terms, larger: Terms, ratio: float) -> tuple[li
 def may_mix_samples(record: StepRecord, size: int) -> bool:
     """Return whether a step may compare, sum, count or keep the samples of a microbatch."""
     uses = record.samples
-    return bool(uses.lines_with_pairs(size) or uses.kept_rows(size)) or any(uses.loss_terms)
+    lines = uses.lines_with_pairs(size) | uses.lines_that_reorder(size)
+    return bool(lines or uses.kept_rows(size)) or any(uses.loss_terms)
 
 
 def count_tokens(part: Any, drops_first: bool) -> Tensor:

@@ -124,3 +124,8 @@ def test_a_damaged_or_missing_file_of_a_folder_is_named(tmp_path, name, share):
     error = FileNotFoundError if share is None else (RuntimeError, ValueError)
     with pytest.raises(error, match=name.replace(".", r"\.")):
         read(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_not_called_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not found"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")

@@ -302,6 +302,33 @@ def test_rows_of_samples_that_a_step_keeps_are_noted_once(caplog, keep):
     assert caplog.text.count(text) == (keep is not only_the_mean)
 
 
+ORDERS = {
+    "flipped": lambda m, x: m.blocks(x + x.flip(0)),
+    "rolled": lambda m, x: (y := m.blocks(x)) * y.roll(1, 0),
+    "rolled as one row": lambda m, x: (y := m.blocks(x)) * y.roll(3),
+    "drawn": lambda m, x: m.blocks(x + x[torch.randperm(len(x))]),
+    "within samples": lambda m, x: m.blocks(x + x.flip(1) + x.roll(1, -1)),
+    "of another table": lambda m, x: m.blocks(x) + torch.eye(2, 3).flip(0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_samples_that_a_step_reorders_are_noted_once(caplog, name):
+    notices(caplog, AnyLoss(lambda module, batch: ORDERS[name](module, batch["x"]).mean()))
+    text = "the step puts the samples of a microbatch in another order ("
+    assert caplog.text.count(text) == (name not in ("within samples", "of another table"))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_samples_that_may_be_columns_are_noted_once(caplog, dim):
+    trainer = fits.trainer(1, {"num_microbatches": 4}, max_epochs=1)
+    module = AnyLoss(lambda module, batch: module.blocks(batch).mean())
+    samples = [torch.randn(12, 3).double() for _ in range(16)]
+    with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
+        trainer.fit(module, DataLoader(samples, 8, collate_fn=lambda s: torch.stack(s, dim)))
+    assert caplog.text.count("each tensor of the batch has 8 columns") == dim
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_norm_over_the_batch_is_noted_once(caplog, trains):
     module = AnyLoss(per_token)

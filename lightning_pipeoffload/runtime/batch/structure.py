@@ -218,15 +218,7 @@ class _SampleCounter:
 
     def count(self) -> int:
         rows = {place: length for place, length in self._rows.items() if length != 1}
-        if len({*rows.values()}) > 1:
-            (place, length), *others = rows.items()
-            other, unlike = next((name, n) for name, n in others if n != length)
-            raise ValueError(
-                f"the parts of the batch have different lengths {sorted({*rows.values()})} along "
-                f"dimension 0, which is cut into microbatches: {place} has {length} rows or "
-                f"entries, {other} {unlike}; let each have one for every sample, or one row for "
-                f"all, {_INSTEAD}"
-            )
+        _refuse_unlike_lengths(rows)
         if self._rows:
             return next(iter(rows.values()), 1)
         self.is_by_lists = bool(self._unclear)
@@ -249,6 +241,9 @@ class _SampleCounter:
         are_uniform = all(map(_is_uniform, others.values()))
         entries = {len(value) for value in others.values()} if are_uniform else set()
         by_list = [*map(_column_lengths, others.values())]
+        if self.collation.by_torch and all(len(lengths) == 1 for lengths in by_list):
+            columns_of = zip(others, by_list, strict=True)
+            _refuse_unlike_lengths({place: n for place, (n,) in columns_of if n != 1})
         rows = set[int]().union(*by_list) if all(by_list) else set()
         rows = rows - {1} or rows
         lengths = {len(value) for value in columns}
@@ -441,6 +436,19 @@ def _column_lengths(value: Any) -> set[int]:
     if has_values:
         return set()
     return rows - {1} or rows
+
+
+def _refuse_unlike_lengths(rows: Mapping[str, int]) -> None:
+    lengths = sorted({*rows.values()})
+    if len(lengths) < 2:
+        return
+    (place, length), *others = rows.items()
+    other, unlike = next((name, n) for name, n in others if n != length)
+    raise ValueError(
+        f"the parts of the batch have different lengths {lengths} along dimension 0, which is cut "
+        f"into microbatches: {place} has {length} rows or entries, {other} {unlike}; let each have "
+        f"one for every sample, or one row for all, {_INSTEAD}"
+    )
 
 
 def _refuse_layout(tensor: Any, place: str) -> None:

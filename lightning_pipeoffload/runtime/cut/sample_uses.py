@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_pipeoffload.runtime.users_code import running_user_line
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN = 1  # of at::Reduction
+_SHUFFLES = {aten.randperm.default, aten.randperm.generator}
 
 
 @dataclass
@@ -31,6 +33,8 @@ class SampleUses(RecordPart):
         pairs: Sizes that occur twice in the shape of a result after the blocks, with the line. If
             one is the number of samples, a contrastive loss may compare each sample with all others
             there.
+        reordered: Numbers of rows that the step flips, rolls or draws in another order, with the
+            line. If one is the number of samples, the step mixes each with another of its batch.
         rows_kept: Of tensors that attributes hold which the step has written: the number of rows,
             the attribute, and the line.
         loss_terms: How the loss follows the number of samples, by line; see :mod:`.loss_terms`.
@@ -38,12 +42,17 @@ class SampleUses(RecordPart):
 
     class_weights: str = ""
     pairs: set[tuple[int, str]] = field(default_factory=set, metadata=OF_TRACE)
+    reordered: set[tuple[int, str]] = field(default_factory=set, metadata=OF_TRACE)
     rows_kept: set[tuple[int, str, str]] = field(default_factory=set, metadata=OF_TRACE)
     loss_terms: Terms = field(default_factory=dict, metadata=OF_TRACE)
 
     def lines_with_pairs(self, size: int) -> set[str]:
         """Return the lines after the blocks that make a tensor of two dimensions of a size."""
         return {line for count, line in self.pairs if count == size}
+
+    def lines_that_reorder(self, size: int) -> set[str]:
+        """Return the lines that put so many rows in another order."""
+        return {line for count, line in self.reordered if count == size}
 
     def kept_rows(self, size: int) -> set[tuple[str, str]]:
         """Return the attributes that keep tensors of so many rows, with the lines."""
@@ -70,6 +79,11 @@ class SampleObserver(Observer[SampleUses]):
                 self._part.pairs.add((size, running_user_line()))
         record_terms(func, args, result)
 
+    def record_below_autograd(self, operation: Operation) -> None:
+        rows = _reordered_rows(operation.func, operation.args)
+        if rows is not None:
+            self._part.reordered.add((rows, running_user_line()))
+
     def record_weights_of_chunks(self) -> None:
         """Record that a loss in chunks is a mean with class weights."""
         self._part.class_weights = running_user_line()
@@ -85,3 +99,16 @@ class SampleObserver(Observer[SampleUses]):
             with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
             for tensor in with_rows:
                 self._part.rows_kept.add((len(tensor), write.variable.label, write.line))
+
+
+def _reordered_rows(func: Any, args: tuple[Any, ...]) -> int | None:
+    """Return how many rows an operation puts in another order; None: it does not."""
+    if func in _SHUFFLES:
+        return int(args[0])
+    if func is aten.flip.default:
+        tensor, dims = args
+    elif func is aten.roll.default:
+        tensor, dims = args[0], args[2] if len(args) > 2 else ()
+    else:
+        return None
+    return len(tensor) if not dims or {0, -tensor.dim()} & {*dims} else None

@@ -349,6 +349,13 @@ UNCLEAR = [
 ]  # fmt: skip
 
 
+def test_columns_of_unlike_lengths_are_no_samples():
+    """Those of two loaders, which torch collates: not two samples with a list each."""
+    batch = {"labelled": [torch.ones(4, 2), torch.ones(4)], "rest": [torch.ones(8, 2)] * 2}
+    with pytest.raises(ValueError, match=r"different lengths \[4, 8\].*batch\['labelled'\] has 4"):
+        BatchStructure(Collation(by_torch=True)).count(batch)
+
+
 @pytest.mark.parametrize(("batch", "message"), UNCLEAR)
 def test_what_is_unclear_is_refused(batch, message):
     with pytest.raises(ValueError, match=message + ".*make_microbatches"):
