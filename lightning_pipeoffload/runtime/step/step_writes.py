@@ -162,7 +162,8 @@ class StepWrites:
             f"{write.variable.label} is written {self._describe_point(write.point)}"
             f"{in_brackets(write.line)}, which stage {stage} does not run, and stage {stage} uses "
             f"what an earlier microbatch has written there: read it after that line too, pass it "
-            f"on as a tensor, or write it in a hook, from values that every rank has"
+            f"on as a tensor, keep what is of one block in that block, or write it in a hook, from "
+            f"values that every rank has"
         )
 
     def _describe_point(self, point: StepPoint) -> str:
