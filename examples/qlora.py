@@ -112,7 +112,7 @@ def main(arguments: Namespace) -> None:
     trainer = L.Trainer(
         strategy=PipeOffloadStrategy(
             schedule=arguments.schedule,
-            num_microbatches=arguments.num_microbatches,
+            num_microbatches=arguments.num_microbatches or "auto",
             recompute=arguments.recompute,
             memory_limit=arguments.memory_limit,
         ),
@@ -133,7 +133,7 @@ def read_arguments(line: list[str] | None = None) -> Namespace:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--schedule", default="zb_v")
-    parser.add_argument("--num-microbatches", type=int, default="auto")
+    parser.add_argument("--num-microbatches", type=int, help="the strategy's choice by default")
     parser.add_argument("--recompute", default="none", help="none, cheap or full")
     parser.add_argument("--memory-limit", help="of a device, 20GiB say")
     parser.add_argument("--pretrained", help="a folder of your own")
