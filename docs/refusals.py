@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
 VALUE = "…"
 _LEAST = 30  # characters; shorter texts are parts of messages
 _ADVICE = re.compile(
-    r"[;:,] (?:or )?(?:add|allow|call|divide|freeze|give|install|keep|leave|let|make|name|pass|put|"
-    r"read|return|set|start|take|use|write) "
+    r"[;:,] (?:or )?(?:add|allow|call|choose|divide|freeze|give|install|keep|leave|let|make|name|"
+    r"pass|put|read|return|set|start|take|use|write) "
 )
 _HEADINGS = {
     "planning": "Arguments and limits",

@@ -129,7 +129,10 @@ def _answer_of(
     figures |= {"memory": describe_needs(needs), **speed}
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
-    parts: list[Part] = [_table_of_ranks(needs), *_about_speed(plan, needs, speed, planner)]
+    parts: list[Part] = [
+        _table_of_ranks(needs),
+        *_describe_speed_and_memory(plan, needs, speed, planner),
+    ]
     parts += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner), *after]
     figures = plan_figures(plan, with_candidates=True) | figures | of_search
     return plan_answer(step, figures, MEASURED, [*before, rates], parts)
@@ -203,7 +206,7 @@ def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict
     }
 
 
-def _about_speed(
+def _describe_speed_and_memory(
     plan: Plan,
     needs: Sequence[RankNeeds],
     speed: Mapping[str, float | None],

@@ -111,7 +111,7 @@ class ModelProbe:
             self._module: LightningModule = build(self._config, "model")
         self._module.trainer = self._trainer
         # Not later: errors of the user's code are no reasons against one plan.
-        self._is_in_parts: bool = like._is_in_parts if like else self._makes_parts()
+        self._is_in_parts: bool = like._is_in_parts if like else self._ranks_make_parts()
         if self._mesh is not None or is_overridden("configure_model", self._module):
             with self._making_shapes():
                 self._configure()
@@ -124,7 +124,7 @@ class ModelProbe:
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()
 
-    def _makes_parts(self) -> bool:
+    def _ranks_make_parts(self) -> bool:
         """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
         if not is_overridden("configure_model", self._module):
             return False
@@ -447,14 +447,14 @@ class ModelProbe:
     @cached_property
     def host_step_support(self) -> tuple[bool, str]:
         """Whether the model's optimizers step by bucket, and why they cannot step on the host."""
-        return self._stand_ins(on_host=True)
+        return self._stand_in_step_support(on_host=True)
 
     @cached_property
     def master_step_support(self) -> tuple[bool, str]:
         """The same of masters on the device."""
-        return self._stand_ins(on_host=False)
+        return self._stand_in_step_support(on_host=False)
 
-    def _stand_ins(self, on_host: bool) -> tuple[bool, str]:
+    def _stand_in_step_support(self, on_host: bool) -> tuple[bool, str]:
         optimizers = self._optimizers
         try:
             for optimizer in optimizers:

@@ -131,7 +131,7 @@ class BatchEndExchange:
     def compare_remaining(self) -> None:
         """Compare what is not compared yet, after the last batch."""
         self._flush()
-        self._split.loss_weights.check_last_batch()
+        self._split.loss_weights.check_previous_weights()
 
     def requeue_if_asked(self) -> None:
         """Save and requeue if that is still to be done, after the last batch."""

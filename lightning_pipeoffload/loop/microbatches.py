@@ -95,7 +95,7 @@ class MicrobatchWeights:
         if self._weight == "samples":
             self.total = sum(sizes)
             return [size / self.total for size in sizes]
-        self.check_last_batch()
+        self.check_previous_weights()
         shares, self.total, self._check = compute_microbatch_shares(
             self._weight_function(are_packed), parts
         )
@@ -111,7 +111,7 @@ class MicrobatchWeights:
     def _drops_first(self) -> bool:
         return drops_first_label(self._module)
 
-    def check_last_batch(self) -> None:
+    def check_previous_weights(self) -> None:
         """Check the last batch's weights that were on an accelerator; raises a ValueError."""
         self._check()
 

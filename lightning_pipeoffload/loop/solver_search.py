@@ -119,12 +119,12 @@ class SolverSearch:
         if plan is not None and self._problem is not None:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
-            if self._is_worth_it(plan, costs):
+            if self._is_worth_adopting(plan, costs):
                 self._use_schedule(plan, costs, self._training.current.limits)
         if has_exited:
             self.close()
 
-    def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
+    def _is_worth_adopting(self, plan: Schedule, costs: Costs) -> bool:
         assert self._problem is not None
         before = self._training.period(self._training.schedule, costs)
         after = self._training.period(plan, costs)

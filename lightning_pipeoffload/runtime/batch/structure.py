@@ -218,7 +218,8 @@ class _SampleCounter:
 
     def count(self) -> int:
         rows = {place: length for place, length in self._rows.items() if length != 1}
-        _refuse_unlike_lengths(rows)
+        if len({*rows.values()}) > 1:
+            _refuse_unlike_lengths(rows)
         if self._rows:
             return next(iter(rows.values()), 1)
         self.is_by_lists = bool(self._unclear)
@@ -243,7 +244,9 @@ class _SampleCounter:
         by_list = [*map(_column_lengths, others.values())]
         if self.collation.by_torch and all(len(lengths) == 1 for lengths in by_list):
             columns_of = zip(others, by_list, strict=True)
-            _refuse_unlike_lengths({place: n for place, (n,) in columns_of if n != 1})
+            rows_of = {place: n for place, (n,) in columns_of if n != 1}
+            if len({*rows_of.values()}) > 1:
+                _refuse_unlike_lengths(rows_of)
         rows = set[int]().union(*by_list) if all(by_list) else set()
         rows = rows - {1} or rows
         lengths = {len(value) for value in columns}
@@ -440,8 +443,6 @@ def _column_lengths(value: Any) -> set[int]:
 
 def _refuse_unlike_lengths(rows: Mapping[str, int]) -> None:
     lengths = sorted({*rows.values()})
-    if len(lengths) < 2:
-        return
     (place, length), *others = rows.items()
     other, unlike = next((name, n) for name, n in others if n != length)
     raise ValueError(

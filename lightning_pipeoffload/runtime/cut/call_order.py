@@ -99,10 +99,10 @@ class CallOrder:
         first = next(later, len(self.blocks))
         return min(first - 1, *filter(self.goes_to_next_position, self.calls_of(block - 1)))
 
-    def last_call_before(self, block: int) -> int:
+    def last_call_of_earlier_blocks(self, block: int) -> int:
         """Return the last call of any earlier block: a stage that ends before ``block`` exits."""
         return max(call for call, called in enumerate(self.blocks) if called < block)
 
     def is_called_before_exit(self, block: int, end: int) -> bool:
         """Return whether a stage that ends before block ``end`` calls ``block`` before it exits."""
-        return self.blocks.index(block) <= self.last_call_before(end)
+        return self.blocks.index(block) <= self.last_call_of_earlier_blocks(end)

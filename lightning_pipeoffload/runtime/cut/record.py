@@ -232,7 +232,7 @@ class StageRecord:
             self.received_outputs[call] = slice(self.num_output_tensors, end)
             self.num_output_tensors = end
         self.sent = frozenset(() if is_last else step.calls_sent_before(stop))
-        self.exit = -1 if is_last else step.calls.last_call_before(stop)
+        self.exit = -1 if is_last else step.calls.last_call_of_earlier_blocks(stop)
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.seed_segment = segment_seeder(step.draws.outside_torch)
         self.may_call_kernels = step.may_call_kernels()

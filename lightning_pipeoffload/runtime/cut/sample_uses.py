@@ -108,7 +108,7 @@ def _reordered_rows(func: Any, args: tuple[Any, ...]) -> int | None:
     if func is aten.flip.default:
         tensor, dims = args
     elif func is aten.roll.default:
-        tensor, dims = args[0], args[2] if len(args) > 2 else ()
+        tensor, dims = args[0], args[2] if len(args) > 2 else (0,)  # all values as one row
     else:
         return None
-    return len(tensor) if not dims or {0, -tensor.dim()} & {*dims} else None
+    return len(tensor) if tensor.dim() and {0, -tensor.dim()} & {*dims} else None

@@ -134,7 +134,9 @@ class StepRecords:
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_flag_values(shapes, part)
         if key not in self._sized_in:
-            earlier = self._find_known(key, ()) or self._derive(shapes, part, step, seed)
+            earlier = self._find_known(key, ()) or self._derive_from_family(
+                shapes, part, step, seed
+            )
             if earlier is not None:
                 return earlier
         self._before_trace()
@@ -167,7 +169,9 @@ class StepRecords:
             self.by_key.move_to_end((key, sizes))
         return record
 
-    def _derive(self, shapes: Any, part: Any, step: UsersStep, seed: int) -> StepRecord | None:
+    def _derive_from_family(
+        self, shapes: Any, part: Any, step: UsersStep, seed: int
+    ) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""
         families = {} if shapes in self._underivable else self._families.get(shapes[:-1], {})
         for flag_values, family in families.items():

@@ -61,7 +61,7 @@ class SlicedPass(StagePass):
         block, unit = self._context.chain.blocks[index], self._microbatch.index
         checks, given = self._step_record.slice_checks, (args, kwargs)
         if not self._part.index and checks.is_due(index, block, unit, given):
-            self._check(call, index, given)
+            self._check_block_on_slices(call, index, given)
         args, kwargs = self._cut(call, index, (args, kwargs))
         # The code before the blocks has drawn the same for each slice.
         seed = mix_seed(self._microbatch.seed, call, self._part.index)
@@ -106,7 +106,7 @@ class SlicedPass(StagePass):
         dims = (dim for (dim, *_) in self._dims.outputs[call])
         return [torch.cat(parts, dim) for parts, dim in zip(slices, dims, strict=True)]
 
-    def _check(self, call: int, index: int, arguments: Any) -> None:
+    def _check_block_on_slices(self, call: int, index: int, arguments: Any) -> None:
         """Check that a block may run on slices."""
         if running_checkpoint() is not None:
             raise ValueError(
