@@ -101,14 +101,11 @@ def naming_damaged(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError:  # fsspec's has no filename
+        raise
     except (EOFError, OSError, RuntimeError) as error:
-        is_missing = isinstance(error, FileNotFoundError)  # fsspec's has no filename
         is_named = isinstance(error, OSError) and error.filename is not None
-        if (
-            is_missing
-            or is_named
-            or (type(error) is RuntimeError and "PytorchStreamReader" not in str(error))
-        ):
+        if is_named or (type(error) is RuntimeError and "PytorchStreamReader" not in str(error)):
             raise
         reason = str(error).partition("\n")[0] or "it ends too early"
         raise RuntimeError(f"{path} is damaged, or not a whole file: {reason}") from error

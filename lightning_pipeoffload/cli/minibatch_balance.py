@@ -169,16 +169,9 @@ def compute_balances(
         )
     starts = range(0, len(lengths) - size + 1, size)
     minibatches = [lengths[start : start + size] for start in starts]
-    shares = {
-        mode: [pack(texts, num_ranks, max_tokens, cost, mode) for texts in minibatches]
-        for mode in {mode for _, mode in WAYS}
-    }
     timings = {
-        mode: [
-            [[sum(cost(texts[i]) for i in each) for each in microbatches] for microbatches in ranks]
-            for ranks, texts in zip(packed, minibatches, strict=True)
-        ]
-        for mode, packed in shares.items()
+        mode: [_timing(texts, num_ranks, max_tokens, cost, mode) for texts in minibatches]
+        for mode in {mode for _, mode in WAYS}
     }
     times = {
         (communication, mode): sum(_minibatch_time(communication, of) for of in timings[mode])
@@ -190,6 +183,11 @@ def compute_balances(
         idle, speedup = max(0.0, 1 - work / (num_ranks * time)), times[REFERENCE] / time
         balances.append(Balance(communication, mode, time, idle, speedup, timings[mode][0]))
     return balances
+
+
+def _timing(texts: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost, mode: str) -> Timing:
+    shares = pack(texts, num_ranks, max_tokens, cost, mode)
+    return [[sum(cost(texts[i]) for i in microbatch) for microbatch in share] for share in shares]
 
 
 def _minibatch_time(communication: str, timing: Timing) -> float:

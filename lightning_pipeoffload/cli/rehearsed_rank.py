@@ -24,8 +24,13 @@ from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
-from lightning_pipeoffload.planning.run_plans import make_plan_with_advice, request_for_run
+from lightning_pipeoffload.planning.run_plans import (
+    make_plan_with_advice,
+    rank_limits,
+    request_for_run,
+)
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut import CutSettings, materialize_slot
 from lightning_pipeoffload.runtime.device import make_lanes
@@ -177,10 +182,10 @@ def run_rank(config: DictConfig) -> None:
     device = _device(config.device)
     settings = settings_of(config, _COUNTING, dict.fromkeys(_OF_REPLICAS, _NO_OPTIMIZER))
     settings.check_world(num_ranks)
-    folder = Path(str(config.costs_file)).parent
-    if not folder.is_dir():
+    path = config.costs_file
+    if path is not None and not (folder := Path(str(path)).parent).is_dir():
         raise ScheduleError(
-            f"costs_file ({config.costs_file}) cannot be written: make the folder {folder} first"
+            f"costs_file ({path}) cannot be written: make the folder {folder} first"
         )
     model = RehearsedModel(config)
     count = settings.choose_num_microbatches(num_ranks, model.batch_size)
@@ -197,8 +202,8 @@ def run_rank(config: DictConfig) -> None:
         print_json({**asdict(rehearsed), "fits": rehearsed.fits})
     else:
         _print(rehearsed)
-    if config.costs_file is not None:
-        write_costs(str(config.costs_file), costs, num_ranks, schedule.num_stages)
+    if path is not None:
+        write_costs(str(path), costs, num_ranks, schedule.num_stages)
 
 
 def _device(name: str | None) -> torch.device:
@@ -232,7 +237,7 @@ def _run(
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)
     timeline = simulate(plan, costs)
-    ledger, limits = run.memory.ledger, settings.device_limits(plan.num_ranks)
+    ledger, limits = run.memory.ledger, rank_limits(settings, MachineLimits(), plan.placement)
     needed = needs.needs_by_rank(plan)[rank]
     rehearsed = RehearsalResult(
         plan.name,
@@ -248,7 +253,7 @@ def _run(
         int(timeline.peak_memory[rank]),
         ledger.peak_host_bytes,
         {name: getattr(needed, name) for name in ON_DEVICE},
-        None if limits is None else int(limits[device_indices(plan.placement)[rank]]),
+        None if limits is None else int(limits.limits[rank]),
     )
     return rehearsed, costs
 
